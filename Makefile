@@ -9,6 +9,7 @@
 # make faults  failing file systems, buckets, worker processes and clocks: the table of docs/faults.md
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
+# make torchao  run the tests of 8-bit floats on one and several processes, in an environment of its own (.venv-torchao)
 # make xla    train on XLA devices (.venv-xla, with PJRT_DEVICE=CPU; on a machine with TPUs: make xla PJRT_DEVICE=TPU)
 # make peers  compare larger programs under Lightning (.venv-peers) and under hasten
 # make lock   write the hashes of the versions in constraints.txt to requirements-dev.txt
@@ -26,6 +27,7 @@ PACKAGES ?= .venv-packages
 XLA ?= .venv-xla
 PJRT_DEVICE ?= CPU
 DEEPSPEED ?= .venv-deepspeed
+TORCHAO ?= .venv-torchao
 ARGS ?=
 # Test processes that run side by side, with one thread each.
 JOBS ?= 2
@@ -39,7 +41,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke fuzz faults kills clean
+.PHONY: help env demo test test-core lint docs bench deepspeed torchao xla peers packages lock audit sbom dist release-check smoke fuzz faults kills clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -120,6 +122,15 @@ $(DEEPSPEED)/.installed: pyproject.toml constraints.txt tests/strategies/deepspe
 		--no-build-isolation --requirement tests/strategies/deepspeed_requirements.txt
 	@touch $@
 
+torchao: $(TORCHAO)/.installed
+	OMP_NUM_THREADS=1 $(TORCHAO)/bin/python -m pytest -n 0 tests/precision/test_quantized.py \
+		tests/precision/test_float8_shards.py $(ARGS)
+
+$(TORCHAO)/.installed: pyproject.toml constraints.txt
+	test -x $(TORCHAO)/bin/python || $(PYTHON) -m venv $(TORCHAO)
+	$(TORCHAO)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' torchao==0.18.0
+	@touch $@
+
 peers: $(STAMP) $(PEERS)/.installed
 	OMP_NUM_THREADS=1 HASTEN_PEER_PYTHON=$(abspath $(PEERS))/bin/python \
 		$(BIN)/python -m pytest tests/peers $(ARGS)
@@ -177,4 +188,4 @@ smoke: $(STAMP)
 	$(BIN)/python scripts/smoke.py
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED) $(PEERS) $(PACKAGES) $(XLA) .mypy_cache .pytest_cache .ruff_cache hasten-demo
+	rm -rf $(VENV) $(DEEPSPEED) $(TORCHAO) $(PEERS) $(PACKAGES) $(XLA) .mypy_cache .pytest_cache .ruff_cache hasten-demo

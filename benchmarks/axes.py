@@ -4,7 +4,8 @@
     python benchmarks/axes.py --processes 4
 
 Each mesh trains a small decoder for ten steps in float64, with accumulation and clipping, and one process trains it on
-the same batches. The table has the largest difference of a loss, of a gradient norm and of a weight.
+the same batches. With ``expert``, each of its blocks has a mixture of eight experts, too. The table has the largest
+difference of a loss, of a gradient norm and of a weight.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from hasten.strategies.context import attention
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.qkv": "colwise_rep", "head": "colwise_rep"}
-WIDTH, WORDS, BATCH, HEADS, BLOCKS = 16, 48, 16, 8, 8
+WIDTH, WORDS, BATCH, HEADS, EXPERTS = 16, 48, 16, 8, 8
+# At least so many; a pipeline has one for each of its processes.
+BLOCKS = 4
 
 
 def main() -> int:
@@ -39,10 +42,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print("processes replicate  shard tensor context pipeline      loss grad_norm    weight")
+    print("processes replicate  shard tensor context pipeline expert      loss grad_norm    weight")
     for processes in options.processes:
         for row in measured(processes):
-            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6, 7, 8), strict=True))
+            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6, 7, 8, 6), strict=True))
             differences = " ".join(f"{row[name]:>9.1e}" for name in ("loss", "grad_norm", "weight"))
             print(f"{processes:>9} {sizes} {differences}", flush=True)
             rows.append(row)
@@ -59,31 +62,34 @@ def measured(processes: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the sizes of the axes that multiply to a number of processes: pipelines beside copies and shards only."""
+def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield the sizes of the axes for a number of processes."""
     divisors = [size for size in range(1, processes + 1) if processes % size == 0]
     for replicate, shard, tensor, context, pipeline in itertools.product(divisors, repeat=5):
-        fits = replicate * shard * tensor * context * pipeline == processes
-        if fits and (pipeline == 1 or tensor * context == 1):
-            yield replicate, shard, tensor, context, pipeline
+        if replicate * shard * tensor * context * pipeline == processes:
+            # Experts are divided over processes of the other axes.
+            for expert in divisors if pipeline == 1 else (1,):
+                yield replicate, shard, tensor, context, pipeline, expert
 
 
 def compare() -> None:
     """Train on each mesh and on one process, in each process of torchrun; the first one prints a line of JSON each."""
     processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     rows = []
-    expected: Decoder | None = None
+    references: dict[tuple[int, bool], Decoder] = {}
     for sizes in meshes(processes):
+        kind = max(BLOCKS, sizes[4]), sizes[5] > 1
         strategy = MeshStrategy(*sizes, plan=PLAN if sizes[2] > 1 else None)
-        found = train(processes, strategy, BATCH // (sizes[0] * sizes[1]))
-        if expected is None:
-            expected = train(1, "auto", BATCH)
+        found = train(processes, strategy, BATCH // (sizes[0] * sizes[1]), *kind)
+        if kind not in references:
+            references[kind] = train(1, "auto", BATCH, *kind)
+        alone = references[kind]
         rows.append(
             {
                 "mesh": sizes,
-                "loss": largest(found.losses, expected.losses),
-                "grad_norm": largest(found.norms, expected.norms),
-                "weight": found.largest_difference(expected),
+                "loss": largest(found.losses, alone.losses),
+                "grad_norm": largest(found.norms, alone.norms),
+                "weight": found.largest_difference(alone),
             }
         )
     if rank == 0:
@@ -96,11 +102,30 @@ def largest(some: list[Tensor], others: list[Tensor]) -> float:
     return max((one - other).abs().max().item() for one, other in zip(some, others, strict=True))
 
 
-class Block(nn.Module):
-    """Attention, whose layers are gathered, and a feed-forward part that is split."""
+class Experts(nn.Module):
+    """The matrices of all experts, and what they compute for the tokens that chose them."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH**0.5)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            tokens, place = torch.where(chosen == expert)
+            inner = nn.functional.gelu(hidden[tokens] @ self.up[expert].T)
+            result = result.index_add(0, tokens, inner @ self.down[expert].T * weights[tokens, place, None])
+        return result
+
+
+class Block(nn.Module):
+    """Attention, whose layers are gathered, and a feed-forward part that is split; with a mixture, experts after it."""
+
+    def __init__(self, mixture: bool = False) -> None:
+        super().__init__()
+        self.router, self.experts = (nn.Linear(WIDTH, EXPERTS), Experts()) if mixture else (None, None)
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -110,17 +135,22 @@ class Block(nn.Module):
         attended = attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + attended.transpose(1, 2).flatten(-2)
         hidden: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
-        return hidden
+        if self.router is None or self.experts is None:
+            return hidden
+        rows = hidden.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2, -1)
+        mixed: Tensor = hidden + self.experts(rows, chosen, weights).view(hidden.shape)
+        return mixed
 
 
 class Decoder(L.LightningModule):
     """A small language model that keeps its losses and gradient norms."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = BLOCKS, mixture: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(Block(mixture) for _ in range(blocks)))
         self.head = nn.Linear(WIDTH, WORDS)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
@@ -148,10 +178,10 @@ class Decoder(L.LightningModule):
         return float(self.trainer.strategy.all_reduce(difference, reduce_op="max"))
 
 
-def train(devices: int, strategy: Any, batch_size: int) -> Decoder:
+def train(devices: int, strategy: Any, batch_size: int, blocks: int, mixture: bool) -> Decoder:
     """Train for ten steps of two batches, which are the same for all strategies."""
     tokens = torch.randint(0, WORDS, (20 * BATCH, 17), generator=torch.Generator().manual_seed(1))
-    module = Decoder().double()
+    module = Decoder(blocks, mixture).double()
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", devices=devices, strategy=strategy, accumulate_grad_batches=2,
         gradient_clip_val=0.1, logger=False, enable_checkpointing=False, enable_progress_bar=False,

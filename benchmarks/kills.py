@@ -10,12 +10,16 @@ to the one that an undisturbed run had at this step (weights, optimizer, schedul
 not older than before. The run is resumed, and killed again, until it ends. Each step must have the samples and the loss
 of the undisturbed run.
 
+Processes that have lost one of them must end by themselves, within two minutes: that is much, for a busy machine. Only
+while a run starts, before each of its processes has made a step, are the others ended here, as launchers do.
+
 Processes are forked from one that has imported everything, because most of a start is imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import logging
@@ -42,12 +46,15 @@ from hasten._lib.files import SET_ASIDE, TEMPORARY
 from hasten.callbacks import ModelCheckpoint
 from hasten.checkpoint import background, files
 from hasten.machine.cluster import find_free_port
+from hasten.machine.collectives import leave
 from hasten.plugins import AsyncCheckpointIO
 from hasten.strategies import FSDPStrategy
 
 STEPS, SAMPLES, BATCH, WIDTH = 24, 48, 4, 128
-# Processes that have lost one of them are ended after this time, as launchers do.
-PATIENCE_SECONDS = 10.0
+# Processes that have lost one of them end within this time, also on a busy machine.
+PATIENCE_SECONDS = 120.0
+# Before its processes have met, a run has no way to know that one will not come: launchers end the others.
+START_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Found:
     within_a_save: int = 0
     torn: int = 0
     resumed_exactly: int = 0
+    hung: int = 0
+    slowest_end_seconds: float = 0.0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -219,12 +228,16 @@ def start(kind: Kind, folder: Path, *, keep_all: bool = False) -> list[int]:
                 output = os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
+                # Where a process stands that does not end.
+                faulthandler.register(signal.SIGUSR1, all_threads=True)
                 train(kind, folder, rank, port, keep_all=keep_all)
                 code = 0
             except BaseException as error:  # the process ends here, whatever it is
                 print(repr(error), file=sys.stderr)
             finally:
                 sys.stderr.flush()
+                # As at the end of any program.
+                leave()
                 os._exit(code)
         children.append(child)
     return children
@@ -241,6 +254,8 @@ def wait(children: list[int], seconds: float) -> list[int | None]:
                 if ended:
                     codes[child] = os.waitstatus_to_exitcode(status)
                 elif time.monotonic() > until:
+                    os.kill(child, signal.SIGUSR1)
+                    time.sleep(0.2)
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)
                     codes[child] = None
@@ -257,7 +272,8 @@ def wait_until(happens: Callable[[], bool], children: list[int]) -> None:
     """Wait until something happens, or a process has ended."""
     limit = time.monotonic() + 300.0
     while not happens() and not any(map(has_ended, children)) and time.monotonic() < limit:
-        time.sleep(0.0002)
+        # Not more often: the processes need the cores that this one would take.
+        time.sleep(0.001)
 
 
 def digest_of(path: Path) -> tuple[int, str]:
@@ -344,14 +360,25 @@ class Runs:
         """Kill one run and resume it, until it has ended."""
         newest, resumed = 0, False
         while True:
-            children = start(self.kind, folder)
+            children, noted = start(self.kind, folder), self.noted(folder)
             killed = self.found.kills < kills and self.kill_one(children, folder)
-            codes = wait(children, PATIENCE_SECONDS if killed else 300.0)
+            has_begun = all(map(int.__lt__, noted, self.noted(folder)))
+            began = time.monotonic()
+            codes = wait(children, 300.0 if not killed else PATIENCE_SECONDS if has_begun else START_SECONDS)
             # It may have ended just before.
             killed = killed and -signal.SIGKILL in codes
             self.found.kills += killed
             self.found.within_a_save += killed and self.within_a_save
             newest, problems = self.look(folder, newest)
+            if killed and has_begun:
+                self.found.slowest_end_seconds = max(self.found.slowest_end_seconds, time.monotonic() - began)
+                hung = [rank for rank, code in enumerate(codes) if code is None]
+                self.found.hung += bool(hung)
+                problems += [
+                    f"rank {rank} did not end when another was killed ({codes}):\n"
+                    + (folder / f"errors-{rank}").read_text(encoding="utf-8")[-6000:]
+                    for rank in hung
+                ]
             if not killed and (set(codes) != {0} or newest != STEPS):
                 problems.append(f"a run that was not killed ended with {codes} at step {newest}")
             if not killed and self.has_unfinished_files(folder):
@@ -388,10 +415,10 @@ class Runs:
         self.within_a_save = self.has_unfinished_files(folder)
         return True
 
-    @staticmethod
-    def noted(folder: Path) -> int:
-        """Return how much was noted about steps."""
-        return sum(path.stat().st_size for path in folder.glob("trace-*"))
+    def noted(self, folder: Path) -> list[int]:
+        """Return how much each process has noted about steps."""
+        files = [folder / f"trace-{rank}" for rank in range(self.kind.processes)]
+        return [file.stat().st_size if file.exists() else 0 for file in files]
 
     def look(self, folder: Path, newest: int) -> tuple[int, list[str]]:
         """Return the newest step that was saved, and what differs from the undisturbed run."""
@@ -428,7 +455,8 @@ def main() -> None:
     prepare(kinds)
     shares = sum(kind.share for kind in kinds.values())
     rows: dict[str, Found] = {}
-    print("| runs | kills | within a save | torn | resumed bit-exact | seconds |\n|---|---|---|---|---|---|")
+    print("| runs | kills | within a save | torn | resumed bit-exact | hung | slowest end, s | seconds |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, kind in kinds.items():
         with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as home:
             runs = Runs(kind, Path(home), random.Random(f"{given.seed} {name}"))
@@ -436,7 +464,7 @@ def main() -> None:
         found = rows[name] = runs.found
         print(
             f"| {name} | {found.kills:,} | {found.within_a_save:,} | {found.torn} | "
-            f"{found.resumed_exactly:,} | {found.seconds:.0f} |",
+            f"{found.resumed_exactly:,} | {found.hung} | {found.slowest_end_seconds:.1f} | {found.seconds:.0f} |",
             flush=True,
         )
         for problem in found.problems:

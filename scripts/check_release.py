@@ -94,6 +94,8 @@ def run_readme(stages: Stages, python: Path, source: Path) -> None:
         elif words[0] == "hasten":
             # Each of them prints warnings of its own where the machine is slow or the program could be faster.
             stages.run(command, python.parent / "hasten", *words[1:], quiet=False)
+        elif words[0] == "python":
+            stages.run(command, python, *words[1:], quiet=False)
         elif command == "make demo":
             # The environment counts as complete, as after the first `make demo`.
             (python.parents[1] / ".installed-demo").touch()

@@ -156,9 +156,11 @@ OVERRIDDEN = re.compile(
     r"on_\w+|configure_(?!gradient_clipping$)\w+|\w+_step|\w+_dataloader|setup|teardown|prepare_data|transfer_batch_to_device"
     r"|forward|configure_gradient_clipping|optimizer_zero_grad|backward|run|(?:load_)?state_dict"
 )
-# Output without columns: no two spaces between words.
-_MESSAGE = re.compile(r'<div class="language-text highlight">(?!(?:(?!</pre>).)*\S {2,}\S)', re.DOTALL)
-_WRAPPED = '<div class="language-text highlight" data-wrap>'
+# Output and commands without columns: no two spaces between words.
+_MESSAGE = re.compile(
+    r'(<div class="language-(?:text|console) highlight")>(?!(?:(?!</pre>).)*[^\s>] {2,}\S)', re.DOTALL
+)
+_WRAPPED = r"\1 data-wrap>"
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
 MOST_CHARACTERS = 100_000

@@ -39,6 +39,16 @@ def test_predictions_by_batch_and_by_loader() -> None:
     assert trainer.predict(dataloaders=loader(4)) == [(0, 0)]
 
 
+def test_each_sample_is_predicted_although_the_loader_drops_the_last_batch() -> None:
+    trainer, model = quiet(), Predicts()
+    dropping = DataLoader(dataset(10), batch_size=4, drop_last=True)
+    assert trainer.predict(model, dropping) == [(0, 0), (0, 1), (0, 2)]
+    assert trainer.num_predict_batches == [3]
+    assert len(dropping) == 2
+    trainer.validate(model, dropping, verbose=False)
+    assert trainer.num_val_batches == [2]
+
+
 def test_hooks_of_prediction() -> None:
     seen: list[Any] = []
 

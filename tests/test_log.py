@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -443,6 +446,77 @@ def test_callbacks_log_by_themselves() -> None:
     assert trainer.callback_metrics["batch"] == 2
     with refused(RuntimeError, says="LogsItself.log()"):
         callback.log("late", 1)
+
+
+class Scores(L.Callback):
+    """Puts a value among those that callbacks, loggers and bar show, without ``self.log``."""
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        score = torch.tensor([3.0, 1.0, 2.0][trainer.current_epoch % 3])
+        trainer.callback_metrics["score"] = score
+        trainer.callback_metrics.update(twice=2 * score, gone=0.0)
+        assert trainer.callback_metrics.pop("gone") == 0
+        trainer.logged_metrics["score"] = score
+        trainer.progress_bar_metrics["score"] = f"{score:.1f}"
+
+
+def test_values_that_a_callback_sets_are_shown_and_monitored(tmp_path: Path) -> None:
+    best = L.callbacks.ModelCheckpoint(tmp_path, "{epoch}-{score:.0f}", monitor="score")
+    trainer = quiet(max_epochs=3, num_sanity_val_steps=0, callbacks=[Scores(), best], enable_checkpointing=True)
+    trainer.fit(Classifier(), loader(8), loader(8))
+    assert os.path.basename(best.best_model_path) == "epoch=1-score=1.ckpt"
+    assert {"score", "twice", "val_loss"} < trainer.callback_metrics.keys()
+    assert (trainer.callback_metrics["twice"], trainer.logged_metrics["score"]) == (4.0, 2.0)
+    assert trainer.progress_bar_metrics["score"] == "2.0"
+    assert type(pickle.loads(pickle.dumps(trainer.callback_metrics))) is dict
+    trainer.validate(dataloaders=loader(8), verbose=False)
+    trainer.callback_metrics.clear()
+    assert "gone" not in trainer.callback_metrics
+
+
+class ReadsWhatItLogs(Classifier):
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", 3.0, prog_bar=True)
+        assert self.trainer.callback_metrics["score"] == self.trainer.logged_metrics["score"] == 3
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", torch.tensor(2.0), logger=False)
+        assert self.trainer.callback_metrics["end"] == 2
+        assert "end" not in self.trainer.logged_metrics
+
+
+def test_a_hook_reads_what_it_has_logged() -> None:
+    trainer = quiet(num_sanity_val_steps=0)
+    trainer.fit(ReadsWhatItLogs(), loader(8), loader(8))
+    assert trainer.callback_metrics["score"] == 3
+
+
+class LogsInItsOptimizerStep(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("empty", 1.0, on_step=False, on_epoch=True, batch_size=0)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.log("before", float(batch_idx))
+        optimizer.step(closure=optimizer_closure)
+        self.log("after", float(batch_idx))
+
+
+class AddsAnother(L.Callback):
+    """Adds a callback to the Trainer when it is set up."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.callbacks.append(L.callbacks.LambdaCallback(setup=lambda *call: self.set_up.append(call[2])))
+        self.set_up: list[str] = []
+
+
+def test_an_optimizer_step_logs_and_a_mean_over_nothing_is_nan() -> None:
+    adds = AddsAnother()
+    trainer = quiet(callbacks=adds)
+    trainer.fit(LogsInItsOptimizerStep(), loader(8))
+    assert trainer.callback_metrics["before"] == trainer.callback_metrics["after"] == 1
+    assert torch.isnan(trainer.callback_metrics["empty"])
+    assert adds.set_up == ["fit"]
 
 
 class AnotherMetricEachTime(Classifier):

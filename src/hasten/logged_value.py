@@ -301,6 +301,12 @@ def _without_update_warning(metric: Any) -> Iterator[None]:
         yield
 
 
+def mean(total: float | Tensor, weight: float | Tensor) -> Any:
+    """Return the mean of an epoch: NaN if all batches were empty."""
+    is_number = not isinstance(total, Tensor) and not isinstance(weight, Tensor)
+    return math.nan if is_number and not weight else total / weight
+
+
 def _first(value: Any, weight: Any, reduce: str) -> Any:
     if not isinstance(value, Tensor):
         return value * weight

@@ -23,7 +23,16 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host, weighed
 from hasten.checkpoint.metrics import Gathered
 from hasten.elsewhere import conventions
-from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
+from hasten.logged_value import (
+    LoggedValue,
+    LoggingContext,
+    LogOptions,
+    batch_size_of,
+    describe,
+    is_metric,
+    mean,
+    reduction,
+)
 from hasten.shared_values import LoggedStep, SharedValues
 
 if TYPE_CHECKING:
@@ -622,13 +631,27 @@ class LoggedValues:
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 metrics[logged.base_name] = metrics[logged.step_name] = value
-        return metrics
+        for logged, value in self._values_of_hook() if self.context.values else ():
+            metrics[logged.base_name] = metrics[logged.epoch_name] = value
+        shown = ShownValues(metrics)
+        shown.kept = self.callback_values
+        return shown
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.logger_values.items()}
         metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
-        return metrics
+        of_hook = self._values_of_hook() if self.context.values else ()
+        metrics |= {logged.epoch_name: value for logged, value in of_hook if logged.logger}
+        shown = ShownValues(metrics)
+        shown.kept = self.logger_values
+        return shown
+
+    def bar_metrics(self) -> dict[str, float]:
+        """Return the values for the progress bar that have arrived on the host."""
+        shown = ShownValues(self.bar_values)
+        shown.kept = self.bar_values
+        return shown
 
     def _current_step_values(self) -> Iterator[tuple[LoggedValue, Tensor]]:
         """Yield the training values of the epoch that is not closed yet."""
@@ -636,6 +659,16 @@ class LoggedValues:
             value = logged.step_value() if logged.on_step and logged.weight is not None else None
             if value is not None:
                 yield logged, value if isinstance(value, Tensor) else _as_metric(value)
+
+    def _values_of_hook(self) -> list[tuple[LoggedValue, Tensor]]:
+        """Return what the hook that runs has logged for the epoch on this process, where it is no step."""
+        when, found = self.context.row.log, list[tuple[LoggedValue, Tensor]]()
+        for logged in () if when is None or when.step_allowed else self.context.values.values():
+            if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
+                total, weight, reduce = logged.epoch_value()
+                value = mean(total, weight) if reduce == "mean" else total
+                found.append((logged, value if isinstance(value, Tensor) else _as_metric(value)))
+        return found
 
     def evaluation_metrics(self) -> set[int]:
         """Return the ids of the torchmetrics that belong to validation or test alone."""
@@ -728,8 +761,49 @@ def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None
                 logged.gathered = None
 
 
-def _as_metric(value: float, *, double: bool = False) -> Tensor:
+class ShownValues(dict[str, Any]):
+    """Values by name as programs read them; what a program sets or removes here is so for callbacks and later reads.
+
+    They are made several times in a fit: without an ``__init__``, that is no Python call.
+    """
+
+    # Where they come from.
+    kept: dict[str, Any]
+
+    def __setitem__(self, name: str, value: object) -> None:
+        super().__setitem__(name, value)
+        self.kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.kept.pop(name, None)
+
+    def update(self, *values: Any, **named: object) -> None:
+        for name, value in dict(*values, **named).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: float | Tensor | None = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def pop(self, name: str, *default: object) -> Any:
+        self.kept.pop(name, None)
+        return super().pop(name, *default)
+
+    def clear(self) -> None:
+        super().clear()
+        self.kept.clear()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _as_metric(value: Any, *, double: bool = False) -> Tensor:
     """Return a value as a tensor; in double precision if asked, or if it is a count that single cannot hold."""
+    if not isinstance(value, (int, float)):
+        given: Tensor = value  # A program has put it among the values.
+        return given
     double = double or (abs(value) > 2**24 and float(value).is_integer())
     return torch.tensor(float(value), dtype=torch.float64 if double else None)
 

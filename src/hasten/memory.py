@@ -310,13 +310,7 @@ class _Offloaded:
 
 
 class _OnHost:
-    """A copy of a tensor in host memory.
-
-    Args:
-        tensor: the tensor.
-        part: what this process has of it, if it is a ``DTensor``; else the tensor itself.
-
-    """
+    """A copy in host memory of the part of a tensor that this process has: all of it, unless it is a ``DTensor``."""
 
     def __init__(self, tensor: Tensor, part: Tensor) -> None:
         self._device = part.device
@@ -325,7 +319,7 @@ class _OnHost:
         self._copy.copy_(part.detach(), non_blocking=True)
         whole: Any = tensor
         self._layout = None if part is tensor else (whole.device_mesh, whole.placements, whole.shape, whole.stride())
-        self._there: Callable[[], Tensor | None] = _nowhere
+        self._there: Callable[[], Tensor | None] = lambda: None
 
     def back(self) -> Tensor:
         """Return the tensor on its device, the same for all who need it at the same time."""
@@ -339,10 +333,6 @@ class _OnHost:
                 tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
             self._there = TensorWeakRef(tensor)
         return tensor
-
-
-def _nowhere() -> None:
-    return None
 
 
 def _back(saved: Any) -> Any:
@@ -367,13 +357,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 class _Before:
-    """The state that a forward may change, saved before it: buffers, attributes, generators of random numbers.
-
-    Args:
-        block: the module.
-        arguments: the arguments of its forward.
-
-    """
+    """The state that a forward may change, saved before it: buffers, attributes, generators of random numbers."""
 
     def __init__(self, block: nn.Module, arguments: Iterable[Any]) -> None:
         self._held = [(thing, always, _contents(thing)) for thing, always in _holders(block, arguments)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten._lib.device import widest_float
 from hasten._lib.errors import make_error
 from hasten._lib.tree import send_to_host
-from hasten.logged_value import SETTINGS, LoggedValue, is_metric
+from hasten.logged_value import SETTINGS, LoggedValue, is_metric, mean
 from hasten.machine import agreement
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class SharedValues:
             for i in sorted(range(len(logged)), key=lambda i: _place(logged[i])):
                 parts[i] = logged[i].epoch_value()
             numerators = [
-                total / weight if reduce == "mean" and not each.sync else total
+                mean(total, weight) if reduce == "mean" and not each.sync else total
                 for each, (total, weight, reduce) in zip(logged, parts, strict=True)
             ]
             for op, chosen in shared:

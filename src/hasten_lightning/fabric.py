@@ -18,6 +18,7 @@ from hasten_lightning import environment
 from hasten_lightning._classes.fabric_strategies import FACADES
 from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
+from hasten_lightning.internals.modules import with_external_callbacks
 
 
 class Fabric(fabric.Fabric, metaclass=Facade):
@@ -39,6 +40,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
 
     @exactly
     def __init__(self, given: dict[str, Any]) -> None:
+        given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.fabric.callbacks_factory")
         super().__init__(**given, **environment.of("Fabric"))
         if not isinstance(given["strategy"], Strategy):
             as_facade(self._runtime.strategy, FACADES)

@@ -14,6 +14,8 @@ from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
+from hasten_lightning.internals.hooks import CallbackConnector
+from hasten_lightning.internals.modules import with_external_callbacks
 from hasten_lightning.internals.results import Results
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     def __init__(self, given: dict[str, Any]) -> None:
         # A config may say null for what is on or off.
         given.update({name: False for name in _SWITCHES if given[name] is None})
+        given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.pytorch.callbacks_factory")
         super().__init__(**given, **environment.of("Trainer"))
         self._use_facades()
 
@@ -66,6 +69,15 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     def _results(self) -> Results | None:
         """The values of the running stage, and how they are named; None outside of a call, as in Lightning."""
         return Results(self._logged) if self.state.status == TrainerStatus.RUNNING else None
+
+    @property
+    def _active_loop(self) -> Any:
+        """The loop of the running stage; None outside of a call."""
+        return self._logger_connector.active_loop
+
+    @property
+    def _callback_connector(self) -> CallbackConnector:
+        return CallbackConnector(self)
 
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:

@@ -207,3 +207,12 @@ def test_helpers_answer_as_in_lightning(monkeypatch: pytest.MonkeyPatch) -> None
         disable_if_requested()
         warnings.warn("maybe", PossibleUserWarning, stacklevel=1)
     assert not caught
+
+
+@pytest.mark.usefixtures("under_alias")
+def test_where_no_validation_runs_what_it_would_have_logged_is_not_monitored(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, monitor="val_loss_of_no_run")
+    options = {"limit_train_batches": 1, "limit_val_batches": 0, "callbacks": best, "enable_checkpointing": True}
+    with warned(UserWarning, says="'val_loss_of_no_run'"):
+        quiet(**options).fit(BoringModel())
+    assert list(tmp_path.iterdir()) == []

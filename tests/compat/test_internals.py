@@ -175,6 +175,34 @@ def test_older_names_of_classes_make_the_class_and_warn() -> None:
     assert not isinstance(HalfPrecision("bf16-true"), HalfPrecisionPlugin)
 
 
+def test_trainers_have_the_callbacks_that_installed_packages_offer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import Timer
+
+    info = tmp_path / "offers-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offers\nVersion: 1\n")
+    groups = ("lightning.pytorch.callbacks_factory", "lightning.fabric.callbacks_factory")
+    (info / "entry_points.txt").write_text("".join(f"[{group}]\nown = offers:offered\n" for group in groups))
+    (tmp_path / "offers.py").write_text(
+        "from lightning.pytorch.callbacks import Callback\n"
+        "class Own(Callback): pass\n"
+        "def offered(): return [Own(), Own()]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=Timer("00:00:01:00"), enable_model_summary=False)
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert sorted(names) == ["ModelCheckpoint", "Own", "Own", "TQDMProgressBar", "Timer"]
+    assert names[-1] == "ModelCheckpoint"
+    fabric = Fabric(accelerator="cpu", callbacks=[object()])
+    assert len(fabric._callbacks) == 3
+    assert fabric._strategy is fabric.strategy
+    assert fabric._precision.precision == "32-true"
+
+
 def test_small_things(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
@@ -313,6 +341,67 @@ def test_callbacks_whose_inner_methods_are_overridden(tmp_path: Path) -> None:
             assert self._fs.exists(self.log_dir)
 
     assert "score" in Appends(logger.log_dir).metrics_keys
+
+
+def test_a_callback_reads_the_parts_of_a_trainer_that_lightning_keeps_to_itself(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningDataModule, Trainer
+    from lightning.pytorch.loggers import CSVLogger
+
+    seen: dict[str, Any] = {"due": [], "validated": [], "moved": []}
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return BoringModel().train_dataloader()
+
+        def val_dataloader(self) -> Any:
+            return BoringModel().val_dataloader()
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen["moved"].append(dataloader_idx)
+            return batch
+
+    class Reads(hasten.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            assert trainer.fit_loop.epoch_loop.val_loop.run()[0].keys() == {"x"}
+            assert trainer.training
+            pl_module._apply_batch_transfer_handler(pl_module._on_before_batch_transfer(torch.ones(1)), None, 7)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            assert trainer._active_loop is trainer.fit_loop
+            assert (trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop.total_batch_idx) == (batch_idx, batch_idx)
+            seen["due"].append(trainer._logger_connector.should_update_logs)
+            trainer._logger_connector.log_metrics({"own": torch.tensor(float(batch_idx))})
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            loop = trainer.fit_loop.epoch_loop
+            seen["validated"].append((loop._should_check_val_epoch(), loop._should_check_val_fx(None)))
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            assert trainer._logger_connector.metrics["callback"].keys() == trainer.callback_metrics.keys()
+
+    options = {"accelerator": "cpu", "enable_checkpointing": False, "enable_progress_bar": False}
+    options |= {"limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 1}
+    logger = CSVLogger(tmp_path, name="")
+    trainer = Trainer(**options, logger=logger, callbacks=Reads(), log_every_n_steps=2, enable_model_summary=False)
+    assert trainer._active_loop is None
+    trainer.callbacks = trainer._callback_connector._reorder_callbacks(trainer.callbacks)
+    trainer._callback_connector._attach_model_logging_functions()
+    model = Logs()
+    trainer.fit(model, datamodule=Data())
+    assert trainer.strategy.model is model
+    assert trainer.strategy.strategy_name == "single_device"
+    assert seen["due"] == [False, True, False, True]
+    assert seen["validated"] == [(True, False)] * 3 + [(True, True)]
+    assert seen["moved"][1] == 7
+    assert quiet()._logger_connector.should_update_logs  # Also of a Trainer under its own name.
+    table = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    assert table[0] == "epoch,own,step,x"
+    assert [row for row in table[1:] if row.split(",")[1]] == [f"0,{i}.0,{i}," for i in range(4)]
+
+
+class Logs(BoringModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("x", 1.0)
 
 
 def test_a_run_is_saved_and_restored_in_its_middle(tmp_path: Path) -> None:

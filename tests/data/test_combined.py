@@ -114,6 +114,10 @@ def test_lists_of_batches_and_limits() -> None:
     combined = CombinedLoader([range(5), range(5)], "sequential")
     combined.limits = [1, 2]
     assert [batch for batch, _, _ in combined] == [0, 0, 1]
+    combined.limits = 1
+    assert [batch for batch, _, _ in combined] == [0, 0]
+    with refused(ValueError, says=("1 limits", "2 loaders")):
+        combined.limits = [1]
 
 
 # -- exact resume

@@ -254,6 +254,69 @@ def test_a_signal_in_a_run_that_is_stuck_ends_it_and_leaves_no_process(tmp_path:
     assert not _processes_with(str(tmp_path / "program.py"))
 
 
+# Three processes, started as by a launcher. The first one, which serves the store, is killed before the first save.
+# Rank 2 waits for rank 1 alone, and rank 1 makes its first save when both are gone.
+LOST = """
+import os, signal, sys, time
+
+import torch.distributed as dist
+from hasten import Callback
+from hasten.callbacks import ModelCheckpoint
+from hasten.machine import watchdog
+from hasten.machine.cluster import find_free_port
+from hasten.machine.host import process_has_ended
+from tests.models import Classifier, loader, quiet
+
+class Lost(Callback):
+    def on_train_start(self, trainer, module):
+        self.others = dist.new_group([1, 2])
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_rank == 2:
+            dist.barrier(self.others)
+        while not all(map(process_has_ended, started.values())):
+            time.sleep(0.01)
+
+def train(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    saves = ModelCheckpoint(sys.argv[1], every_n_train_steps=1)
+    quiet(devices=3, strategy="ddp", callbacks=[Lost(), saves], enable_checkpointing=True).fit(Classifier(), loader(64))
+
+if __name__ == "__main__":
+    watchdog.SILENT_SECONDS, watchdog.STALLED_SECONDS = 3.0, 1.0
+    os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", TORCHELASTIC_RUN_ID="lost", TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()))
+    started = {}
+    for rank in (0, 2, 1):
+        if not (child := os.fork()):
+            try:
+                train(rank)
+            except BaseException as error:
+                print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        started[rank] = child
+    until = time.monotonic() + 500
+    while not all(map(process_has_ended, started.values())) and time.monotonic() < until:
+        time.sleep(0.01)
+    print("ended:", sorted(rank for rank, child in started.items() if process_has_ended(child)))
+    for child in started.values():
+        os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_processes_end_by_themselves_when_the_one_that_serves_the_store_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LOST)
+    done = run_python(program, tmp_path / "saved")
+    assert done.stdout == "ended: [0, 1, 2]\n", done.stderr[-3000:]
+    assert "hasten: Rank 0 has ended in the middle of the run. Besides, rank 2 has not reached" in done.stderr
+    assert "rank 2: fit, train, epoch 1, batch 1, step 1: waits in barrier" in done.stderr
+    named = "the process that serves the store of the run has ended: rank 0, or its launcher. This run cannot go on"
+    assert f"rank 1: RuntimeError('{named}" in done.stderr
+
+
 def _processes_with(word: str) -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

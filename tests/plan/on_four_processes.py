@@ -18,8 +18,11 @@ from hasten.strategies import MeshStrategy
 from tests.plan import on_two_processes
 from tests.plan.on_two_processes import SOON
 
-# The sizes of replicate, shard, tensor and context.
-MESHES = {"2x2x1": (2, 2, 1), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2), "1x2x1x2": (1, 2, 1, 2), "1x1x1x4": (1, 1, 1, 4)}
+# The sizes of replicate, shard, tensor, context and pipeline.
+MESHES = {
+    "2x2x1": (2, 2, 1), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2), "1x2x1x2": (1, 2, 1, 2), "1x1x1x4": (1, 1, 1, 4),
+    "1x2x1x1x2": (1, 2, 1, 1, 2), "1x1x2x1x2": (1, 1, 2, 1, 2),
+}  # fmt: skip
 PROCESSES = 4
 # Processes of a machine, as which two processes of this one count.
 PER_MACHINE = 2

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from hasten.strategies.mesh.stages import is_absent
 from hasten_tools.plan import Ledger
 
 WORDS, WIDTH, TOKENS, STEP = 300, 96, 40, 2
@@ -87,7 +88,8 @@ class _Watch(L.Callback):
             self.mark.__exit__(None, None, None)
             sent = {name: [one.calls, one.payload_bytes, one.ring_bytes] for name, one in self.ledger.sent.items()}
             links = {name: one.links() for name, one in self.ledger.sent.items()}
-            parts = {name: getattr(p, "_local_tensor", p) for name, p in pl_module.named_parameters()}
+            own = [(name, p) for name, p in pl_module.named_parameters() if not is_absent(p)]
+            parts = {name: getattr(p, "_local_tensor", p) for name, p in own}
             shards = {name: list(part.shape) for name, part in parts.items()}
             self.found |= {"sent": sent, "links": links, "shards": shards}
 

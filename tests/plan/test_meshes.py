@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a
 # -- against real processes
 
 # The others differ from it in what the test of two processes compares. on_four_processes.py runs all of them.
-IN_SUITE = ("2x2x1",)
+IN_SUITE = ("2x2x1", "1x2x1x1x2")
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +48,27 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", IN_SUITE)
 def test_a_plan_equals_a_run_of_four_processes(name: str, real: dict[str, Any]) -> None:
-    planned = plan_fit(
+    plan = plan_fit(
         trainer(devices=1), Transformer(), loader(), devices=4, num_nodes=4 // PER_MACHINE,
         strategy=strategies([name])[name], accelerator="cpu",
-    ).measured  # fmt: skip
-    found = real[name]
-    assert tuple(planned.mesh.values()) == MESHES[name]
+    )  # fmt: skip
+    planned, found = plan.measured, real[name]
+    assert tuple(planned.mesh.values()) == (*MESHES[name][:3], *(size for size in MESHES[name][3:] if size > 1))
+    if "pipeline" in planned.mesh:
+        # The first stage has the embedding and two of three blocks, and the second is on the other machine.
+        assert max(plan.stages, key=lambda process: plan.stages[process]) == planned.process == 0
+        assert list(plan.stages) == [0, 2]
+        # The loss and the output of the step, which the last stage sends.
+        del found["sent"]["broadcast"], found["links"]["broadcast"]
+        # Four micro-batches of two rows, of 40 tokens and 96 features of four bytes.
+        assert planned.links["send"] == ((0, 4 * 2 * 40 * 96 * 4),)
+        assert planned.idle == 1 / (4 + 1)
+        assert "20.0% of a step" in plan.table()
     assert {name: list(shape) for name, shape in planned.shards.items()} == found["shards"]
     assert {name: list(sent) for name, sent in planned.sent.items()} == found["sent"]
     assert {name: [list(part) for part in parts] for name, parts in planned.links.items()} == found["links"]
-    assert planned.peak == pytest.approx(found["peak"], rel=0.02)
+    # Stages send one by one, and gloo keeps what it sends for a while.
+    assert planned.peak == pytest.approx(found["peak"], rel=0.05 if "pipeline" in planned.mesh else 0.02)
 
 
 # -- links
@@ -357,8 +368,8 @@ def test_the_command_plans_a_mesh_of_the_program(tmp_path: Path) -> None:
     assert json.loads(file.read_text(encoding="utf-8"))["measured"]["mesh"]["shard"] == 4
 
 
-def test_the_command_wants_three_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, said in ((("--mesh", "2,4,x"), "write three sizes"), (("--bandwidth", "450"), "write GB/s")):
+def test_the_command_wants_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in ((("--mesh", "2,4,x"), "write sizes such as"), (("--bandwidth", "450"), "write GB/s")):
         with pytest.raises(SystemExit) as ended:
             make_parser().parse([*options, "program.py"])
         assert ended.value.code == 2

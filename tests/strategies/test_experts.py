@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
-from hasten.strategies import ModelParallelStrategy
+from hasten.strategies import MeshStrategy, ModelParallelStrategy
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,9 +57,11 @@ class Routed(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4)
 
 
-def tokens(batch_size: int = 2) -> DataLoader[Any]:
+def tokens(batch_size: int = 2, readers: int = 1) -> DataLoader[Any]:
+    """Return batches; for one process, those of several readers, one after the other."""
     ids = torch.randint(0, 64, (8, 5), generator=torch.Generator().manual_seed(3))
-    return DataLoader(TensorDataset(ids), batch_size)
+    order = torch.arange(8).view(-1, batch_size, readers).transpose(1, 2).flatten()
+    return DataLoader(TensorDataset(ids[order]), batch_size)
 
 
 def divided(data: Any = "auto", tensor: Any = "auto", **options: Any) -> ModelParallelStrategy:
@@ -70,11 +72,11 @@ def divided(data: Any = "auto", tensor: Any = "auto", **options: Any) -> ModelPa
     )
 
 
-def trained(module: Routed, strategy: Any = "auto", devices: int = 1, **options: Any) -> Routed:
+def trained(module: Routed, strategy: Any = "auto", devices: int = 1, readers: int = 1, **options: Any) -> Routed:
     torch.manual_seed(5)
-    run = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, **options}
+    run = {"accumulate_grad_batches": 2 * readers, "gradient_clip_val": 0.1, **options}
     trainer = quiet(devices=devices, strategy=strategy, **run)
-    trainer.fit(module, tokens())
+    trainer.fit(module, tokens(readers=readers))
     module.aux_loss = float(trainer.callback_metrics["aux_loss_epoch"])
     return module
 
@@ -101,6 +103,7 @@ def test_experts_over_two_processes_train_and_resume_as_on_one(tmp_path: Path) -
     trains_as_on_one("mixtral", False, True)
     trains_as_on_one("Qwen2Moe", False)
     trains_as_on_one("Qwen3Moe", True)
+    tokens_travel_to_the_experts_that_they_chose()
     a_process_whose_experts_no_token_chose_waits_for_nobody()
     checkpoints_go_on_in_one_process(tmp_path)
 
@@ -118,6 +121,18 @@ def trains_as_on_one(kind: str, *ways: bool) -> None:
         assert (parts[0].shape[0] == 2) is whole_experts
         router: Any = two.model.get_submodule("model.layers.1.mlp.gate")
         assert not hasattr(router.weight, "to_local")
+
+
+def tokens_travel_to_the_experts_that_they_chose() -> None:
+    for kind, how in (("mixtral", "grouped_mm"), ("Qwen2Moe", "eager")):
+        alone = trained(Routed(kind, experts_implementation=how), readers=2)
+        two = trained(Routed(kind, experts_implementation=how), MeshStrategy(expert=2), 2)
+        same(alone, two)
+        # The last is the norm of the gradients of the only step.
+        assert two.seen[-1] == pytest.approx(alone.seen[-1], abs=1e-5)
+        assert two.aux_loss == pytest.approx(alone.aux_loss, abs=1e-5)
+        experts: Any = two.model.get_submodule("model.layers.1.mlp.experts")
+        assert [part.to_local().shape[0] for part in experts.parameters()] == [2, 2]
 
 
 def a_process_whose_experts_no_token_chose_waits_for_nobody() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.models import loader, quiet
 from tests.refusals import refused
+from tests.strategies import mixtures
 from tests.strategies.test_model_parallel import PLAN, Llama, Net, same, tokens, trained, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,7 +26,7 @@ def mesh(replicate: Any = 1, shard: Any = "auto", tensor: Any = 1, **options: An
 
 
 @pytest.mark.world_size(4)
-def test_every_pair_of_axes_trains_as_one_process() -> None:
+def test_every_pair_of_axes_trains_as_one_process(tmp_path: Path) -> None:
     def batches(count: int) -> Any:
         return loader(32, batch_size=8 // count)
 
@@ -44,6 +45,14 @@ def test_every_pair_of_axes_trains_as_one_process() -> None:
         assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
     language_model = trained(Llama(), tokens(4))
     same(language_model, trained(Llama(), tokens(2), MeshStrategy(2, 1, 2, plan="auto"), 4))
+    # Between the stages goes a part of each sequence, and the logits stay split.
+    options: Any = {"plan": "auto", "sequence_parallel": True, "loss_parallel": True}
+    stages = MeshStrategy(1, 1, 2, pipeline=2, **options)
+    many = trained(Llama(), tokens(4), stages, 4)
+    for name, value in stages.state.state_dict(many).items():
+        torch.testing.assert_close(value, language_model.state_dict()[name], atol=1e-5, rtol=1e-4, msg=name)
+    # In this test, because most of the time is the start of four processes.
+    mixtures.train_and_resume_as_in_one_process(tmp_path)
 
 
 @pytest.mark.world_size(4)
@@ -152,6 +161,21 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         quiet(devices=2, strategy=mesh(), precision="bf16-true")
 
 
+def test_sizes_over_which_experts_cannot_be_divided_are_refused() -> None:
+    for arguments, says in (
+        ({"expert": 0}, "expert=0"),
+        ({"expert": 2, "pipeline": 2}, "pipeline"),
+        ({"expert": 2, "tensor": 2, "plan": "auto", "expert_parallel": True}, "expert_parallel"),
+    ):
+        with refused(ValueError, "expert", says=says):
+            MeshStrategy(**arguments)  # type: ignore[arg-type]
+    for sizes in ({"shard": 8, "expert": 3}, {"shard": 8, "expert": 16}, {"replicate": 4, "shard": 2, "expert": 6}):
+        with refused(ValueError, "expert", says="8"):
+            runtime(accelerator="cpu", devices=8, strategy=MeshStrategy(**sizes))  # type: ignore[arg-type]
+    with refused(TypeError, "experts", says="MeshStrategy(expert=N)"):
+        MeshStrategy(experts=2)
+
+
 class Question(Llama):
     """The first half of each sequence has no labels, so one process has none."""
 
@@ -177,17 +201,20 @@ def questions(batch_size: int) -> DataLoader[Any]:
 @pytest.mark.world_size(4)
 def test_divided_sequences_train_as_whole_ones_also_beside_other_axes() -> None:
     alone = trained(Question(), questions(4), accumulate_grad_batches=2)
-    for sizes, batch_size in (((1, 1, 1, 4), 4), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 4)):
+    for sizes, batch_size in (((1, 1, 1, 4), 4), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 4), ((1, 1, 1, 2, 2), 4)):
         how = MeshStrategy(*sizes, plan="auto" if sizes[2] > 1 else None)
         many = trained(Question(), questions(batch_size), how, 4, accumulate_grad_batches=2)
-        for name, value in weights(alone).items():
-            torch.testing.assert_close(weights(many)[name], value, atol=1e-5, rtol=1e-4, msg=f"{sizes}: {name}")
+        # All in the first process.
+        found = how.state.state_dict(many)
+        assert bool(found) is (dist.get_rank() == 0)
+        for name, value in found.items():
+            torch.testing.assert_close(value, alone.state_dict()[name], atol=1e-5, rtol=1e-4, msg=f"{sizes}: {name}")
         torch.testing.assert_close(torch.tensor(many.norms), torch.tensor(alone.norms), atol=1e-5, rtol=1e-4)
         # The mean over all tokens, although one process has none that count.
         for name in ("train_loss_step", "train_loss_epoch"):
             torch.testing.assert_close(many.logged[name], alone.logged[name], atol=1e-5, rtol=1e-4, msg=name)
         assert how.data_parallel_size == sizes[0]
-        assert how.data_parallel_rank == dist.get_rank() // how.sizes.alike
+        assert how.data_parallel_rank == dist.get_rank() % (4 // how.sizes.pipeline) // how.sizes.alike
         # Outside of a run the model computes whole sequences.
         assert how.context is None
 

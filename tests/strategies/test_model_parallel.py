@@ -15,6 +15,7 @@ from tests.models import dataset, loader, quiet
 from tests.refusals import refused, warned
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -236,7 +237,13 @@ def test_layers_split_over_two_processes_train_as_on_one() -> None:
 def test_a_language_model_with_its_own_plan_trains_as_on_one() -> None:
     alone = trained(Llama(), tokens(4))
     same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2))
-    same(alone, trained(Llama(), tokens(4), strategy(plan="auto", sequence_parallel=True, loss_parallel=True), 2))
+    split, seen = Llama(), []
+    split.model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(
+        lambda _, args: seen.extend(args[0].placements)
+    )
+    same(alone, trained(split, tokens(4), strategy(plan="auto", sequence_parallel=True, loss_parallel=True), 2))
+    # A sequence is gathered once for the layers of a block, not by each of them.
+    assert set(seen) == {Replicate()}
     rough = {"atol": 2e-2, "rtol": 2e-2}
     same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2, precision="bf16-mixed"), **rough)
     tied = trained(Llama(tie_word_embeddings=True), tokens(4), strategy(plan="auto"), 2)

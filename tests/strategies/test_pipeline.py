@@ -17,6 +17,8 @@ from hasten.strategies import MeshStrategy
 from hasten.strategies.mesh.stages import Stages
 
 WORDS, WIDTH = 11, 6
+# A part of the words in each process: of the embedding, which is the output layer, too.
+PLAN = {"words": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_rep"}
 
 
 class SaveAt(L.Callback):
@@ -138,6 +140,7 @@ def test_stages_train_as_one_process_and_their_checkpoints_go_on_elsewhere(tmp_p
         ((1, 1, 1, 1, 4), {"split": ["blocks.1", "blocks.4", "blocks.7"]}),
         ((1, 2, 1, 1, 2), {"micro_batches": 4, "schedule": "Interleaved1F1B"}),
         ((1, 1, 1, 1, 4), {"micro_batches": 4, "schedule": "zbvzerobubble"}),
+        ((1, 1, 2, 1, 2), {"plan": PLAN}),
     ):
         strategy = MeshStrategy(*sizes, **options)
         found = fitted(strategy, 4, 16 // (sizes[0] * sizes[1]), callbacks=[SaveAt(1, tmp_path / "stages.ckpt")])
@@ -151,10 +154,13 @@ def test_stages_train_as_one_process_and_their_checkpoints_go_on_elsewhere(tmp_p
     for other in ("ddp", "fsdp"):
         with refused(ValueError, "strategy", fix="new module"):
             quiet(devices=4, strategy=other).fit(module, data(4))
-    # In the middle of an accumulation: from stages to one process, and from one process to stages beside copies.
+    held: Any = module.blocks[0]
+    assert held.up.weight.isnan().all() or held.up.weight.to_local().numel() == 4 * WIDTH
+    # In the middle of an accumulation: from stages of split layers to one process, and from one process to stages.
     copies = MeshStrategy(2, 1, pipeline=2, schedule="GPipe")
-    for path, then, devices in (("stages.ckpt", "auto", 1), ("alone.ckpt", copies, 4)):
-        resumed = fitted(then, devices, 16 if devices == 1 else 8, ckpt_path=tmp_path / path)
+    halves = MeshStrategy(1, 1, 2, pipeline=2, plan=PLAN)
+    for path, then, devices in (("stages.ckpt", "auto", 1), ("alone.ckpt", copies, 4), ("alone.ckpt", halves, 4)):
+        resumed = fitted(then, devices, 8 if then is copies else 16, ckpt_path=tmp_path / path)
         weights = whole(resumed[1], tmp_path, "resumed.ckpt")["state_dict"]
         for key, value in alone[0].state_dict().items():
             torch.testing.assert_close(weights[key], value, atol=1e-12, rtol=0, msg=f"{path} {devices} {key}")
@@ -230,8 +236,6 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
         ({"split": "a"}, "split", "'a'"),
         ({"schedule": "ZBVZeroBubble", "split": ["a"]}, "split", "its number of stages is 4"),
         ({"schedule": "Interleaved1F1B", "micro_batches": 5}, "micro_batches", "rounds of at least 2"),
-        ({"tensor": 2, "plan": "auto"}, "tensor", "replicate and shard"),
-        ({"context": 2}, "context", "replicate and shard"),
         ({"state_dict_type": "sharded"}, "state_dict_type", "files"),
         ({"pipeline": 1, "split": ["a"]}, "", "of a pipeline"),
     ):
@@ -240,6 +244,8 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
     for strategy, devices, argument, says in (
         (MeshStrategy(pipeline=2, cpu_offload=True), 2, "cpu_offload", "nothing is sharded"),
         (MeshStrategy(pipeline=2, schedule="ZBVZeroBubble"), 4, "schedule", "fully_shard"),
+        (MeshStrategy(1, 1, context=2, pipeline=2, schedule="ZBVZeroBubble"), 4, "schedule", "fully_shard"),
+        (MeshStrategy(1, 1, 2, pipeline=2), 4, "plan", "which layers a stage has"),
         (MeshStrategy(pipeline=3), 4, "replicate", "pipeline=3"),
     ):
         with refused(ValueError, argument, says=says):

@@ -11,7 +11,7 @@ import hasten as L
 import hasten.loggers
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, loader, quiet
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 # Refused with a message that repeats the argument.
 VALUES: dict[str, list[Any]] = {
@@ -78,6 +78,26 @@ MISSING: list[tuple[Any, str]] = [
 def test_missing_parts_are_named_before_anything_starts(call: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=words):
         call(quiet())
+
+
+class Helped(Classifier):
+    """Calls a method that is named like a hook of Lightning 1 itself, and has one for a call that is not made."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step_end({"loss": self.loss(batch)})
+
+    def validation_step_end(self, outputs: Any) -> Any:
+        return outputs
+
+    def test_epoch_end(self, outputs: Any) -> None: ...
+
+
+def test_removed_hooks_are_refused_by_the_calls_that_would_have_called_them() -> None:
+    with warned(UserWarning, fix="Rename it to on_validation_batch_end"):
+        quiet().fit(Helped(), loader(4), loader(4))
+    quiet().predict(Old(), loader(4))
+    with refused(NotImplementedError, fix="Rename it to on_test_epoch_end(self)"):
+        quiet().test(Helped(), loader(4))
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,10 @@ def instance(
 
 def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
     """Return ``value`` if it is a string or an ``os.PathLike``. See ``whole`` for the arguments."""
-    if type(value) is str and value.isascii() and "\0" not in value:
+    given: Any = value
+    if type(given) is str and given.isascii() and "\0" not in given:
         return value
     instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
-    given: Any = value
     text = "" if given is None else os.fspath(given)
     try:
         is_path = "\0" not in text and text.encode(errors="surrogateescape") is not None

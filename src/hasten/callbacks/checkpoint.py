@@ -18,7 +18,7 @@ from hasten._lib import check, torch_private
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
-from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates, warn_of_mode
 from hasten.callbacks.timer import SharedDeadline
@@ -499,7 +499,11 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor not in monitor_candidates:
             if not self._source.validations and validates(trainer):
                 return  # the first validation is still to come
-            raise not_logged("ModelCheckpoint", self.monitor, trainer.callback_metrics)
+            error = not_logged("ModelCheckpoint", self.monitor, trainer.callback_metrics)
+            if self._source.validations or not conventions.current().mistakes_are_warnings:
+                raise error
+            warn_once(f"not logged {self.monitor}", error.what, fix=error.fix)
+            return
         self._deferred = False
         current = monitor_candidates[self.monitor]
         if self.check_monitor_top_k(trainer, current):

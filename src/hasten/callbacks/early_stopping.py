@@ -213,12 +213,7 @@ class EarlyStopping(Callback):
         if trainer.runtime.several_processes:
             trainer.sync_step_values()
         metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
-            error = not_logged("EarlyStopping", self.monitor, metrics)
-            if self.strict:
-                raise error
-            if self.verbose:
-                rank_zero_warn(error.what, RuntimeWarning, fix=error.fix)
+        if not self._validate_condition_metric(metrics):
             return
         self._checked_validations = self._source.validations
         # A copy on the host: the logged value may change later.
@@ -234,6 +229,17 @@ class EarlyStopping(Callback):
                 log.info(reason)
             elif not self.log_rank_zero_only or trainer.global_rank == 0:
                 log.info(f"[rank: {trainer.global_rank}] {reason}")
+
+    def _validate_condition_metric(self, logs: dict[str, Tensor]) -> bool:
+        """Return whether the value is there; subclasses of programs for Lightning override it."""
+        if self.monitor in logs:
+            return True
+        error = not_logged("EarlyStopping", self.monitor, logs)
+        if self.strict:
+            raise error
+        if self.verbose:
+            rank_zero_warn(error.what, RuntimeWarning, fix=error.fix)
+        return False
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
         better, value = self.monitor_op, f"{self.monitor} = {current}"

@@ -268,8 +268,10 @@ class DeviceStatsMonitor(Callback):
     def _log_evaluation(self, trainer: Trainer, edge: str, batch_idx: int) -> None:
         every = trainer.log_every_n_steps
         if every and (batch_idx + 1) % every == 0:
-            stage = "test" if trainer.testing else "validation"
-            self._log(trainer, f"on_{stage}_batch_{edge}", trainer.progress.logged_step)
+            stage, progress = "test" if trainer.testing else "validation", trainer.progress
+            fitting = trainer.state.fn == TrainerFn.FITTING
+            step = progress.validated_step if fitting else progress.logged_step
+            self._log(trainer, f"on_{stage}_batch_{edge}", step)
 
     def _log(self, trainer: Trainer, hook: str, step: int) -> None:
         stats = self._stats(trainer) if trainer.is_global_zero else {}

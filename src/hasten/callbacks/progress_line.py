@@ -61,14 +61,7 @@ class Shown:
 
 
 def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> Shown:
-    """Return what is known about the fit of a Trainer; nothing waits for the device.
-
-    Args:
-        trainer: the Trainer.
-        values: what is shown beside it.
-        ended: whether the fit is over.
-
-    """
+    """Return what is known about a fit, beside the ``values`` that are shown; nothing waits for the device."""
     run = trainer.current_run
     pace = run.observers.pace
     if not pace.measures:
@@ -217,13 +210,7 @@ def line_text(
 
 
 class ProgressLine(Tqdm):
-    """The bar of training: a line that says more, and shows validation too.
-
-    Args:
-        *args: as for ``tqdm``.
-        **kwargs: as for ``tqdm``.
-
-    """
+    """The bar of training: a line that says more, and shows validation too; with the arguments of ``tqdm``."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.line_state = LineState()
@@ -277,13 +264,7 @@ class LineState:
 
 
 class ValidationBar:
-    """The bar of validation within a fit: a part of the line of training, with the interface of tqdm's bars.
-
-    Args:
-        line: the bar of training.
-        label: what it is called there.
-
-    """
+    """The bar of validation within a fit: a part of the ``line`` of training, with the interface of tqdm's bars."""
 
     def __init__(self, line: tqdm[Any], label: str) -> None:
         # A ProgressLine, or its widget.

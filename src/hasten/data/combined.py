@@ -56,7 +56,7 @@ class CombinedLoader:
                 )
         self._mode = mode
         # Batches of each loader to use, in sequential mode.
-        self.limits: list[int | float | None] | None = None
+        self._limits: list[int | float | None] | None = None
         self._running: Iterator[tuple[Any, int, int]] | None = None
 
     @property
@@ -81,6 +81,21 @@ class CombinedLoader:
                 f"CombinedLoader.flattened: {len(loaders)} loaders were assigned and there are {len(self._leaves)}."
             )
         self._leaves = list(loaders)
+
+    @property
+    def limits(self) -> list[int | float | None] | None:
+        """The largest number of batches of each loader in sequential mode; assign a number for all of them."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: int | float | list[int | float | None] | None) -> None:
+        if limits is not None and not isinstance(limits, list | tuple):
+            limits = [limits] * len(self._leaves)
+        if limits is not None and len(limits) != len(self._leaves):
+            raise ValueError(
+                f"CombinedLoader.limits: {len(limits)} limits were assigned for {len(self._leaves)} loaders."
+            )
+        self._limits = limits
 
     @property
     def sampler(self) -> Any:

@@ -77,6 +77,7 @@ def prepare(
     train = stage == "train"
     if overfit:
         loader = _unshuffled(loader, name)
+    loader = _undropped(loader) if stage == "predict" else loader
     if num_replicas == 1:
         return loader
     if train and rank and loader.num_workers:
@@ -88,6 +89,15 @@ def prepare(
     if is_iterable(loader):
         return divided(loader, num_replicas, rank, name=name, seed=seed)
     return _shard(loader, num_replicas, rank, seed, train=train, shuffle=shuffle and not overfit)
+
+
+def _undropped(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader that reads the last batch too: each sample has its prediction."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or not batches.drop_last:
+        return loader
+    whole = BatchSampler(batches.sampler, batches.batch_size, drop_last=False)
+    return with_attributes(loader, batch_sampler=whole, drop_last=False)
 
 
 def _unshuffled(loader: DataLoader[Any], name: str) -> DataLoader[Any]:

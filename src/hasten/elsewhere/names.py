@@ -10,26 +10,16 @@ from typing import NamedTuple
 
 
 class Refused(NamedTuple):
-    """A name that is refused.
-
-    Args:
-        source: where the name comes from.
-        reason: one sentence.
-        write: the arguments of Trainer or Fabric to write in its place; empty if a sentence of ``reason`` says it.
-
-    """
+    """A name that is refused."""
 
     source: str
+    # One sentence.
     reason: str
+    # The arguments of Trainer or Fabric to write in its place; empty if a sentence of ``reason`` says it.
     write: str
 
     def parts(self, devices: int = 8) -> tuple[str, str]:
-        """Return the reason, and the sentence that says what to write; "" where the reason says it.
-
-        Args:
-            devices: how many there are on a machine.
-
-        """
+        """Return the reason, and the sentence that says what to write for a machine; "" where the reason says it."""
         if not self.write:
             return self.reason, ""
         write = self.write
@@ -123,8 +113,8 @@ STRATEGIES: dict[str, Refused] = {
     "cp": Refused(_ACCELERATE, _CONTEXT, _SEQUENCES),
     "expert_parallel": Refused(
         _TORCH,
-        "Which experts belong where is known to the model: divide it in configure_model().",
-        "strategy=ModelParallelStrategy()",
+        "The number of processes for the experts has to be given with an object.",
+        "strategy=MeshStrategy(expert=2)",
     ),
     "megatron": Refused("NeMo", "Megatron's layers are its own; torch splits your model's.", _SPLIT),
     "megatron_lm": Refused(_ACCELERATE, "Megatron's layers are its own; torch splits your model's.", _SPLIT),

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 
@@ -57,15 +57,10 @@ def full_name_of(frame: FrameType) -> str:
     return frame.f_code.co_qualname
 
 
-def is_call_of(frame: FrameType, function: Callable[..., object]) -> bool:
-    """Return whether this function runs in a frame."""
-    return isinstance(function, FunctionType) and frame.f_code is function.__code__
-
-
 def asked_by_find_spec() -> bool:
     """Return, in a finder, whether ``importlib.util.find_spec`` asks, which returns None for a missing module."""
-    near = islice(outwards(caller(2)), 3)
-    return any(is_call_of(frame, importlib.util.find_spec) for frame in near)
+    code = getattr(importlib.util.find_spec, "__code__", None)
+    return any(frame.f_code is code for frame in islice(outwards(caller(2)), 3))
 
 
 def method_owner(frame: FrameType) -> Any:

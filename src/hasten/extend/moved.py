@@ -214,11 +214,7 @@ def _homes() -> dict[str, str]:
 
 
 def _is_there(module: str) -> bool:
-    """Return whether a module can be imported.
-
-    Raises:
-        ModuleNotFoundError: a package above it is missing.
-    """
+    """Return whether a module can be imported; ``ModuleNotFoundError`` if a package above it is missing."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:

@@ -65,6 +65,7 @@ from hasten.types import (
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.compile.report import CompileReport
+    from hasten.precision.base import Precision
     from hasten.strategies.base import Strategy
 
 T = TypeVar("T")
@@ -163,6 +164,9 @@ class Fabric(RuntimeView):
         "_optimizers", "The optimizers that were set up, as ``setup`` returned them."
     )
     loggers = ReadOnly[list[Any]]("_loggers", "All loggers.")
+    # Programs for Lightning read these two.
+    _precision = ReadOnly["Precision"]("_runtime.precision", "The number format.")
+    _strategy = ReadOnly["Strategy"]("_runtime.strategy", "The strategy.")
 
     @property
     def compile_report(self) -> CompileReport | None:

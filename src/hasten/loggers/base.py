@@ -251,34 +251,39 @@ class UploadingLogger(StartedLogger[Any]):
 
     def __init__(self, log_model: Literal["all"] | bool) -> None:
         self._log_model = check.one_of(type(self).__name__, "log_model", log_model, (True, False, "all"))
-        self._written_at: dict[str, float] = {}
+        self._logged_model_time: dict[str, float] = {}
         self._waiting: list[Checkpoint] = []
 
     def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:
         """Upload the checkpoint if ``log_model`` says so."""
         keeps_all = getattr(checkpoint_callback, "save_top_k", None) == -1
         if self._log_model == "all" or (self._log_model and keeps_all):
-            self._log_new_checkpoints(checkpoint_callback)
+            self._scan_and_log_checkpoints(checkpoint_callback)
         elif self._log_model and not any(checkpoint_callback is other for other in self._waiting):
             self._waiting.append(checkpoint_callback)
 
     def _log_remaining_checkpoints(self) -> None:
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
-            self._log_new_checkpoints(callback)
+            self._scan_and_log_checkpoints(callback)
 
-    def _log_new_checkpoints(self, callback: Checkpoint) -> None:
-        best = str(getattr(callback, "best_model_path", ""))
+    def _scan_and_log_checkpoints(self, checkpoint_callback: Checkpoint) -> None:
+        """Upload what is new; subclasses of programs for Lightning override it."""
+        best = str(getattr(checkpoint_callback, "best_model_path", ""))
         scores: dict[str, Any] = {
-            str(getattr(callback, "last_model_path", "")): getattr(callback, "current_score", None),
-            best: getattr(callback, "best_model_score", None),
+            str(getattr(checkpoint_callback, "last_model_path", "")): getattr(
+                checkpoint_callback, "current_score", None
+            ),
+            best: getattr(checkpoint_callback, "best_model_score", None),
         }
-        scores |= {str(path): score for path, score in getattr(callback, "best_k_models", {}).items()}
+        scores |= {str(path): score for path, score in getattr(checkpoint_callback, "best_k_models", {}).items()}
         found = [(os.path.getmtime(path), path) for path in scores if path and os.path.exists(path)]
-        options = {name: getattr(callback, name) for name in _DESCRIBING if hasattr(callback, name)}
+        options = {
+            name: getattr(checkpoint_callback, name) for name in _DESCRIBING if hasattr(checkpoint_callback, name)
+        }
         for written_at, path in sorted(found):
             # A file may be written again under its name, as last.ckpt is.
-            if written_at <= self._written_at.get(path, -1.0):
+            if written_at <= self._logged_model_time.get(path, -1.0):
                 continue
             score = scores[path]
             metadata = {
@@ -288,7 +293,7 @@ class UploadingLogger(StartedLogger[Any]):
             }
             aliases = ["latest", "best"] if path == best else ["latest"]
             self._log_checkpoint(SavedCheckpoint(path, aliases, metadata))
-            self._written_at[path] = written_at
+            self._logged_model_time[path] = written_at
 
     @abstractmethod
     def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:

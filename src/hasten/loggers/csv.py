@@ -49,9 +49,7 @@ class _Table:
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows at the end; a new name rewrites the file with a further column, in alphabetical order.
 
-        Raises:
-            OSError: the disk is full or the file cannot be written; the rows before are kept.
-
+        ``OSError`` if the file cannot be written, for instance on a full disk; the rows before are kept.
         """
         if self.rows and not os.path.exists(self.path):
             rank_zero_warn(

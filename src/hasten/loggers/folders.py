@@ -114,8 +114,12 @@ class FolderLogger(StartedLogger[T]):
     def version(self) -> int | str:
         """Which run of the experiment this is; the next free number is taken when it is first read."""
         if self._version is None:
-            self._version = next_version(os.path.join(self.save_dir, self.name))
+            self._version = self._get_next_version()
         return self._version
+
+    def _get_next_version(self) -> int | str:
+        """Return the version of a new run; subclasses of programs for Lightning override it."""
+        return next_version(os.path.join(self.save_dir, self.name))
 
     @property
     def save_dir(self) -> str:

@@ -93,7 +93,7 @@ class WandbLogger(UploadingLogger):
             )
         check.one_of("WandbLogger", "add_file_policy", add_file_policy, ("mutable", "immutable"))
         folder = save_dir if save_dir is not None else dir
-        self._init: dict[str, Any] = {
+        self._wandb_init: dict[str, Any] = {
             "name": name,
             "project": project or os.environ.get("WANDB_PROJECT", "lightning_logs"),
             "dir": None if folder is None else local(os.fspath(folder)),
@@ -101,10 +101,11 @@ class WandbLogger(UploadingLogger):
             "resume": "allow",
         }
         if anonymous:
-            self._init["anonymous"] = "allow"
+            self._wandb_init["anonymous"] = "allow"
         if offline:
-            self._init["mode"] = "offline"
-        self._init.update(kwargs)
+            self._wandb_init["mode"] = "offline"
+        self._wandb_init.update(kwargs)
+        self._offline = offline
         super().__init__(log_model)
         self._prefix, self._checkpoint_name = prefix, checkpoint_name
         self.add_file_policy = add_file_policy
@@ -114,19 +115,19 @@ class WandbLogger(UploadingLogger):
     @property
     def name(self) -> str | None:
         """Name of the project; the run's own is ``logger.experiment.name``."""
-        project: str | None = self._init["project"]
+        project: str | None = self._wandb_init["project"]
         return project
 
     @property
     def version(self) -> str | None:
         """Id of the run; None while none was given and the run has not started."""
-        version: str | None = self._init["id"] if self._experiment is None else self._experiment.id
+        version: str | None = self._wandb_init["id"] if self._experiment is None else self._experiment.id
         return version
 
     @property
     def save_dir(self) -> str | None:
         """Folder under which W&B keeps its files, and checkpoints are saved."""
-        folder: str | None = self._init["dir"]
+        folder: str | None = self._wandb_init["dir"]
         return folder
 
     def _start(self) -> Any:
@@ -139,13 +140,13 @@ class WandbLogger(UploadingLogger):
             return wandb.run
         if self._attach_id is not None:
             return getattr(wandb, "attach", wandb._attach)(self._attach_id)
-        if self._init.get("mode") == "offline":
+        if self._wandb_init.get("mode") == "offline":
             # What else the program starts is offline, too.
             os.environ["WANDB_MODE"] = "dryrun"
         if self.save_dir is not None:
             make_writable("WandbLogger", f"save_dir={self.save_dir!r}", self.save_dir)
         try:
-            run = wandb.init(**self._init)
+            run = wandb.init(**self._wandb_init)
         except wandb.Error as error:
             raise make_error(
                 RuntimeError,
@@ -154,7 +155,7 @@ class WandbLogger(UploadingLogger):
             ) from error
         if not hasattr(run, "define_metric"):
             return run  # of an old version of W&B
-        if self._init.get("sync_tensorboard"):
+        if self._wandb_init.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
         else:
             run.define_metric(STEP)
@@ -171,7 +172,7 @@ class WandbLogger(UploadingLogger):
 
         """
         row = dict(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR))
-        if step is not None and not self._init.get("sync_tensorboard"):
+        if step is not None and not self._wandb_init.get("sync_tensorboard"):
             row[STEP] = step
         self.experiment.log(row)
 
@@ -329,5 +330,5 @@ class WandbLogger(UploadingLogger):
             # A run belongs to W&B's own process: another process of ours attaches to it there. It must have begun.
             run = self.experiment
             state["_attach_id"] = getattr(run, "_attach_id", None)
-            state["_init"] = {**self._init, "id": run.id, "name": run.name}
+            state["_wandb_init"] = {**self._wandb_init, "id": run.id, "name": run.name}
         return state

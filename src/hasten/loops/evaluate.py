@@ -161,10 +161,7 @@ def _end_epoch(run: Run, stage: str) -> list[dict[str, float]]:
     values |= late
     for result in by_loader:
         result.update(late_by_loader[0])
-    step = progress.logged_step
-    # Lightning counts a batch that stepped after the validation that follows it, and others not at all.
-    if run.state.fn == TrainerFn.FITTING and progress.accumulation_index == 0:
-        step = max(step - 1, 0)
+    step = progress.validated_step if run.state.fn == TrainerFn.FITTING else progress.logged_step
     logged.log_epoch(values, step, progress.current_epoch)
     return by_loader
 

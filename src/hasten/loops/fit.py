@@ -588,6 +588,8 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
             closure()
             # For optimizers that step copies of the parameters: see precision/small_updates.py.
             still_valid = closure.has_gradients = unchanged(optimizer)  # type: ignore[attr-defined]
+        # A user's optimizer_step may log before it calls the closure.
+        run.logged.context = run.logged.context_of(STEPS["training_step"])
         module.optimizer_step(progress.epoch, batch_idx, run.wrapped_optimizers[0], closure)
 
     done = progress.global_step

@@ -101,6 +101,11 @@ class Progress:
         return self.epoch + 1 if begun and not self.in_epoch else self.epoch
 
     @property
+    def validated_step(self) -> int:
+        """The x axis for a validation within fit: a batch that stepped counts after the validation that follows it."""
+        return max(self.logged_step - (self.accumulation_index == 0), 0)
+
+    @property
     def mid_epoch(self) -> bool:
         """Whether an epoch is incomplete: some of its batches are done."""
         return not self.epoch_ended and (self.batch > 0 or self.last_batch or self.begun)

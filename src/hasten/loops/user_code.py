@@ -54,14 +54,11 @@ class DataloaderIndexError(MisconfigurationException, RuntimeError):
     """Raised where a hook takes ``dataloader_idx`` and is not given it, or the reverse."""
 
 
-# Hooks that Lightning removed: code in them would silently not run.
+# Hooks that Lightning removed, by call: code in them would silently not run.
 _REMOVED_HOOKS = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-    "training_step_end": "on_train_batch_end",
-    "validation_step_end": "on_validation_batch_end",
-    "test_step_end": "on_test_batch_end",
+    "fit": ("training_epoch_end", "validation_epoch_end"),
+    "validate": ("validation_epoch_end",),
+    "test": ("test_epoch_end",),
 }
 # Hooks that Lightning renamed.
 _OLD_HOOKS = {
@@ -71,6 +68,9 @@ _OLD_HOOKS = {
     "on_batch_end": "on_train_batch_end",
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
+    "training_step_end": "on_train_batch_end",
+    "validation_step_end": "on_validation_batch_end",
+    "test_step_end": "on_test_batch_end",
 }
 # The steps, and other methods whose base class accepts any arguments.
 _STEPS = {
@@ -131,8 +131,9 @@ def check_pipeline(call: str, module: LightningModule) -> None:
 
 
 def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
-    for name, instead in _REMOVED_HOOKS.items():
-        if hasattr(module, name):
+    for name in _REMOVED_HOOKS.get(call, ()):
+        if callable(getattr(module, name, None)):
+            instead = f"on_{name.replace('training', 'train')}"
             raise NotPartOfLightning2(
                 f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called.",
                 fix=f"Rename it to {instead}(self), and keep what you need of the outputs in an attribute.",
@@ -485,7 +486,8 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             continue
         if name in _OLD_HOOKS:
             # With other arguments it has another purpose: callbacks of other libraries use such names.
-            given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
+            given: tuple[str, ...] = ("self", "trainer", "pl_module") if base is Callback else ("self",)
+            given += ("outputs",) * name.endswith("_step_end")
             hook = _OLD_HOOKS[name] if _accepts(method, given) else None
         else:
             # A cutoff of 0.9: one or two letters of twenty differ.

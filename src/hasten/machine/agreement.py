@@ -10,6 +10,7 @@ import atexit
 import functools
 import json
 import os
+import socket
 import threading
 import time
 import weakref
@@ -76,6 +77,19 @@ def store_at(address: tuple[Any, ...]) -> Any:
     return _stores.FileStore(*where) if kind == "file" else _stores.TCPStore(*where, wait_for_workers=False)
 
 
+def store_has_ended(address: tuple[Any, ...] | None) -> bool:
+    """Return whether no process serves the store at an address any more."""
+    if address is not None and address[0] == "tcp":
+        try:
+            socket.create_connection(address[1:], timeout=1.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            # That machine may be slow, or not be reached for a while.
+            return False
+    return False
+
+
 def announce_leaving() -> None:
     """Tell the others that this process leaves the group."""
     # The store may be gone already.
@@ -110,14 +124,17 @@ def publish_exit_error(error: BaseException) -> None:
 def find_dead_peer(seconds: float) -> str | None:
     """Return which process has ended in the middle of the run, and how; None if that is not known in time."""
     found: list[str] = []
+    address = address_of_store() if dist.is_initialized() else None
 
     def work() -> None:
         deadline = time.monotonic() + seconds
-        # The store may be gone, too.
-        with suppress(RuntimeError, ValueError):
+        try:
             while not found and time.monotonic() < deadline:
                 found.extend(_ended())
                 time.sleep(_ANSWER_POLL_SECONDS)
+        except (RuntimeError, ValueError):
+            if store_has_ended(address):
+                found.append("the process that serves the store of the run has ended: rank 0, or its launcher")
 
     # If the machine of the store does not answer, asking takes longer than this process should wait.
     asking = threading.Thread(target=work, name="hasten-last-words", daemon=True)
@@ -137,7 +154,7 @@ def _ended() -> list[str]:
             with_error.append(f"the process of rank {rank} left the run with {word}")
             continue
         where, _, number = own.get(f"process/{rank}").decode().rpartition(" ")
-        if where and where == machine and process_has_ended(int(number)):
+        if where and where == machine and process_has_ended(int(number)) and not has_left(rank):
             without.append(
                 f"the process of rank {rank} ended in the middle of the run, without an error: it was killed, or "
                 "called os._exit"
@@ -165,6 +182,8 @@ def explain_missing(call: str, error: RuntimeError) -> None:
     # The store may be gone with the first process.
     with suppress(RuntimeError):
         gone = [rank for rank in range(dist.get_world_size()) if has_left(rank)]
+        # Those may have left because another process was killed, which is then said instead.
+        gone = [] if gone and _ended() else gone
     if gone:
         verb = "has" if len(gone) == 1 else "have"
         raise make_error(
@@ -283,8 +302,7 @@ class _Listener:
     def __init__(self) -> None:
         self.known: dict[str, weakref.WeakMethod[Passed]] = {}
         self.group = id(torch_private.default_store())
-        # A connection of its own: on another one, the main thread would wait until this thread has its question.
-        self._store = store().clone()
+        self._store_of_main = self._store = store()
         self._rank = dist.get_rank()
         self._thread = threading.Thread(target=self._listen, name="hasten-agreement", daemon=True)
         self._thread.start()
@@ -292,6 +310,9 @@ class _Listener:
     def _listen(self) -> None:
         # The store may end before this thread does: then no process is left to ask.
         with suppress(RuntimeError):
+            # A connection of its own: on another one, the main thread would wait until this thread has its question.
+            # Not in the main thread: where the store has ended, torch tries to connect for half an hour.
+            self._store = self._store_of_main.clone()
             self._answer_all()
 
     def _answer_all(self) -> None:
@@ -327,11 +348,8 @@ class _Listener:
         """End the thread: a thread that waits in a call when the interpreter ends could abort the process."""
         if self._thread.is_alive():
             with suppress(RuntimeError):
-                _send(self._store_of_main(), self._rank, _END)
+                _send(self._store_of_main, self._rank, _END)
             self._thread.join(timeout=2.0)
-
-    def _store_of_main(self) -> Any:
-        return store() if dist.is_initialized() else self._store.clone()
 
 
 _listener: _Listener | None = None

@@ -375,7 +375,8 @@ def naming_who_ended() -> Iterator[None]:
                 # The program's own, for instance to a bucket.
                 agreement.publish_exit_error(error)
             raise
-        if file := os.environ.get(CAUSE_VARIABLE):
+        # What ended the first process is known to the launcher.
+        if (file := os.environ.get(CAUSE_VARIABLE)) and not agreement.store_has_ended(agreement.address_of_store()):
             with suppress(OSError):
                 Path(file).write_text(why)
         consequence = RuntimeError(f"{why}. This run cannot go on without it.")

@@ -27,6 +27,8 @@ _BARRIERS = {"machine/collectives.py": ("barrier", "first_one_first"), "distribu
 _SAVING = {"runtime.py": ("save",), "trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
 _PREPARING = {"loops/prepare.py": ("prepare",), "runtime.py": ("load",), "fabric/fabric.py": ("load", "load_raw")}
 _MEETING = {"machine/agreement.py": ("exchange", "all_at"), "machine/same_program.py": ("_wait",)}
+# Waits for a thread that writes a folder together with those of the other processes.
+_JOINING = {"checkpoint/sharded.py": ("_wait", "close")}
 _CHECKPOINTS = tuple(os.path.join("hasten", part) for part in ("checkpoint", os.path.join("callbacks", "checkpoint")))
 _LEAVING = {"trainer/trainer.py": ("_abort", "_release", "_finish", "_leave")}
 
@@ -93,7 +95,7 @@ class Activity:
         waits: for other processes.
         is_long: takes part in something that may take longer than a step: a checkpoint, ``prepare_data``, a barrier.
         is_unlimited: waits for work of the first process that may take as long as it wants.
-        saves: works on a checkpoint, and does not wait.
+        saves: works on a checkpoint, also in a thread, and does not wait in a collective.
         in_save_checkpoint: is in the Trainer's ``save_checkpoint``.
         is_patient: runs the user's hook around the steps, or ends the run.
         in_backward: computes a backward, or waits in it for others.
@@ -138,7 +140,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         waits=bool(waits),
         is_long=is_long,
         is_unlimited=any(frame.within({"machine/collectives.py": ("first_one_first",)}) for frame in frames),
-        saves=saving and not waits,
+        saves=saving and (not waits or _any(frames, _JOINING)),
         in_save_checkpoint=_any(frames, {"trainer/trainer.py": ("save_checkpoint",)}),
         is_patient=leaving or hook.rpartition(".")[2].startswith("on_"),
         in_backward=_any(frames, _BACKWARD),
@@ -165,6 +167,8 @@ def _waits_in(frames: Sequence[Frame]) -> str:
     for frame in reversed(frames[-6:]):
         if frame.within(_MEETING):
             return "an agreement with the other processes"
+        if frame.within(_JOINING):
+            return "the background save"
         if frame.owner == "torch" and frame.file.endswith("distributed_c10d.py"):
             return frame.name
         if frame.owner in ("user", "installed"):

@@ -25,11 +25,11 @@ from typing import Any
 import torch.distributed as dist
 
 from hasten._lib import torch_private
-from hasten.machine import collectives, host, launch, signals, stacks
+from hasten.machine import agreement, collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving, format_ranks
 
 # How long a requested stop may wait for a step to complete; less if a rank waits for another, so that the run ends
-# within 12 seconds.
+# within 12 seconds, and as long if the other has ended.
 GRACE_SECONDS, STALLED_SECONDS = 15.0, 7.0
 # The same after a second Ctrl-C.
 SECOND_PRESS_SECONDS = 2.0
@@ -131,7 +131,7 @@ def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended
         ended: ranks whose processes are known to have ended in the middle of the run.
 
     """
-    idle = min(beat.idle_seconds for beat in beats.values())
+    idle = min(beat.idle_seconds for rank, beat in beats.items() if rank not in ended)
     late = behind(beats)
     stalled = bool(late) or any(beat.waits for beat in beats.values())
     asking = [beat for beat in beats.values() if beat.stop]
@@ -142,7 +142,7 @@ def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended
         if waited >= _grace_seconds(beats, timeout_seconds, stalled=stalled):
             name = "Ctrl-C" if first.stop == signal.SIGINT else signal.Signals(first.stop).name
             return Verdict(f"{name} arrived, and {_standstill(beats, late, waited)}.", 128 + first.stop, late)
-    if idle >= GRACE_SECONDS and (never := _never_ends(beats, late, ended)):
+    if idle >= (STALLED_SECONDS if ended else GRACE_SECONDS) and (never := _never_ends(beats, late, ended)):
         return Verdict(never, code, late)
     if not stalled or any(beat.is_unlimited for beat in beats.values()):
         return None
@@ -260,6 +260,9 @@ class Watchdog:
         # Many processes ask the store less often.
         self._patience = max(1.0, world_size / 256)
         self._exchanged = self._looked = time.monotonic()
+        self._address = agreement.address_of_store()
+        # The others then know the process, should it end at once.
+        self._write()
         self._thread = threading.Thread(target=self._watch, name="hasten-watchdog", daemon=True)
         self._thread.start()
         self._second = threading.Thread(target=self._watch_alone, name="hasten-watchdog-alone", daemon=True)
@@ -293,13 +296,14 @@ class Watchdog:
         """Watch this process where the store has gone, or does not answer: a call may then wait for ever."""
         while not self._stopped.wait(SILENT_SECONDS / 3):
             silent = time.monotonic() - self._exchanged
-            if silent < 2 * SILENT_SECONDS * self._patience:
+            server_has_ended = not self._thread.is_alive() and agreement.store_has_ended(self._address)
+            if silent < 2 * SILENT_SECONDS * self._patience and not server_has_ended:
                 continue
             self._look()
             own = Beat(**asdict(self._beat))
             # This process cannot be compared with others: a backward that does not end waits for them.
             own.waits = own.waits or own.in_backward
-            if (verdict := self._judge({self.rank: own})) is not None:
+            if (verdict := self._judge({self.rank: own}, [0] if server_has_ended else [])) is not None:
                 self._report_alone(verdict, silent)
 
     def _look(self) -> None:
@@ -349,7 +353,8 @@ class Watchdog:
                 self._follow(json.loads(order))
                 return
         if due and self._leads(now):
-            verdict = self._judge(self._everybody(now))
+            beats = self._everybody(now)
+            verdict = self._judge(beats, [rank for rank in beats if self._has_ended(rank, now)])
             if verdict is not None:
                 self._give_order(verdict)
 
@@ -367,9 +372,7 @@ class Watchdog:
         elif self._store.check([key]):
             requests.heard = int(self._store.get(key))
 
-    def _judge(self, beats: dict[int, Beat]) -> Verdict | None:
-        now = time.monotonic()
-        ended = [rank for rank in beats if self._has_ended(rank, now)]
+    def _judge(self, beats: dict[int, Beat], ended: Sequence[int]) -> Verdict | None:
         verdict = judge(beats, self.timeout_seconds, warned=self._warned, ended=ended)
         if verdict is not None and verdict.code is None:
             self._warned = True
@@ -381,7 +384,9 @@ class Watchdog:
     def _lives(self, rank: int, now: float) -> bool:
         """Return whether a process has reported lately and has not left."""
         beat, came = self._read(rank, now)
-        return beat is not None and not beat.left and now - came < SILENT_SECONDS * self._patience
+        if beat is None or beat.left or self._has_ended(rank, now):
+            return False
+        return now - came < SILENT_SECONDS * self._patience
 
     def _read(self, rank: int, now: float) -> tuple[Beat | None, float]:
         """Return the last report of a process, and when it came."""
@@ -398,7 +403,7 @@ class Watchdog:
     def _has_ended(self, rank: int, now: float) -> bool:
         """Return whether a process of this machine that is silent is known not to run any more."""
         beat, came = self._known.get(rank, (None, now))
-        if beat is None or beat.host != self._beat.host or now - came < SILENT_SECONDS / 2:
+        if beat is None or beat.host != self._beat.host or now - came < 2 * BEAT_SECONDS:
             return False
         return host.process_has_ended(beat.pid)
 
@@ -463,7 +468,7 @@ class Watchdog:
         keys = {rank: f"stack/{order['name']}/{rank}" for rank in range(self.world_size)}
         now = time.monotonic()
         left = {rank for rank in keys if (beat := self._read(rank, now)[0]) is not None and beat.left}
-        awaited = [key for rank, key in keys.items() if rank not in left]
+        awaited = [key for rank, key in keys.items() if rank not in left and not self._has_ended(rank, now)]
         deadline = now + STACK_SECONDS
         while not self._store.check(awaited) and time.monotonic() < deadline:
             time.sleep(0.05)

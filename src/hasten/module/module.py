@@ -215,6 +215,24 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         else:
             self._trainer.print(*args, **kwargs)
 
+    # Programs for Lightning call these two, to move a batch of their own.
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        return self._batch_hook("on_before_batch_transfer")(batch, dataloader_idx)
+
+    def _apply_batch_transfer_handler(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        batch = self._batch_hook("transfer_batch_to_device")(batch, device or self.device, dataloader_idx)
+        return self._batch_hook("on_after_batch_transfer")(batch, dataloader_idx)
+
+    def _batch_hook(self, name: str) -> Callable[..., Any]:
+        """Return a hook for batches: the datamodule's if it has its own, else the module's."""
+        data = None if self._trainer is None else self._trainer.datamodule
+        in_data = data is not None and getattr(type(data), name) is not getattr(DataHooks, name)
+        hook: Callable[..., Any] = getattr(data if in_data else self, name)
+        return hook
+
     # -- what the run looks like from here
 
     @property

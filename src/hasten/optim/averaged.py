@@ -55,9 +55,7 @@ def schedule_free(
 class AveragedWeights:
     """Switches the module between the training weights of its optimizers and their averages.
 
-    Args:
-        optimizers: of the run; those without ``train`` and ``eval`` are ignored.
-
+    Optimizers without ``train`` and ``eval`` are ignored.
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:

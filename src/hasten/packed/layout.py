@@ -18,13 +18,9 @@ HELP = (
 
 
 def refusal(asked: str, problem: str, instead: str = INSTEAD) -> MisconfigurationException:
-    """Return the error for what cannot be packed.
+    """Return the error for what cannot be packed, with a ``problem`` without a full stop.
 
-    Args:
-        asked: the argument or call that requested packing, and the class of the model.
-        problem: without a full stop.
-        instead: what to write.
-
+    ``asked`` is the argument or call that requested packing, and the class of the model.
     """
     return MisconfigurationException(f"{asked}: {problem}.", fix=instead, argument="packed")
 

@@ -27,30 +27,21 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a stack.
+    """One call of a stack."""
 
-    Args:
-        layout: of its batch; None if the call is computed padded.
-        row: all tokens, for a block that receives first tokens only. It is not in the layout, to which earlier blocks
-            refer: that would be a reference cycle, and its memory would not be freed.
-
-    """
-
+    # Of its batch; None if the call is computed padded.
     layout: Layout | None
+    # All tokens, for a block that receives first tokens only. It is not in the layout, to which earlier blocks refer:
+    # that would be a reference cycle, and its memory would not be freed.
     row: Tensor | None = None
 
 
 @dataclass
 class Probe:
-    """Observations of one trial call of a stack; see ``hasten.packed.verify``.
-
-    Args:
-        layout: of its batch.
-        tainted: whether the first sample's tokens are nan, which must not spread to other samples.
-
-    """
+    """Observations of one trial call of a stack; see ``hasten.packed.verify``."""
 
     layout: Layout
+    # Whether the first sample's tokens are nan, which must not spread to other samples.
     tainted: bool = False
     # Of the whole model.
     output: Any = None
@@ -221,7 +212,7 @@ class Stack:
         Args:
             query: shape ``(real tokens, heads, features)``, or of first tokens ``(sequences, heads, features)``.
             key: shape ``(real tokens, heads, features)``; there may be fewer heads.
-            value: shape ``(real tokens, heads, features)``; there may be fewer heads.
+            value: as ``key``.
             p: probability of dropping an attention weight.
             scale: factor of the products.
             first_only: whether ``query`` has only the first token of each sequence.

@@ -36,6 +36,9 @@ class Precision:
     # Whether a strategy may divide parameters in this precision over processes.
     can_be_sharded: bool = True
 
+    # The type into which parameters that are divided are converted when they are gathered; None for their own.
+    param_dtype: torch.dtype | None = None
+
     def check_device(self, device: torch.device) -> None:
         """Check that the device can compute in this precision.
 

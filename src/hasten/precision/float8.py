@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from hasten._lib.device import is_cuda
 from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten.precision.builtin import MixedPrecision
-from hasten.precision.layers import check_ignored, check_names, ignored, put_back, replace
+from hasten.precision.layers import check_ignored, check_names, ignored
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Sides of matrices must be multiples of this for 8-bit products.
@@ -25,14 +25,19 @@ class Float8Precision(MixedPrecision):
     """Linear layers multiply in 8-bit floats, everything else computes as with "bf16-mixed"; weights stay in 32 bits.
 
     It is faster for wide layers (a few thousand features) together with ``compile``, which fuses the conversions with
-    the operations before them. Layers whose sides are not multiples of 16 do not change. The original layers are
-    restored when the run ends, and ``state_dict`` always has the same names and types.
+    the operations before them. Layers whose sides are not multiples of 16 in each process do not change. The layers
+    are the same objects, so parameters, hooks and names in ``state_dict`` stay; after the run they compute as before.
+
+    Strategies that divide the model take it, too. Shards are gathered in bfloat16 and rounded afterwards. Where layers
+    are split, the scale of a tensor is that of all its parts. "tensorwise" scales the activations of each process, and
+    of each micro-batch, by themselves.
 
     Args:
         recipe: "tensorwise", one scale per tensor (fastest); "rowwise", one per row (more exact);
             "rowwise_with_gw_hp", also with gradients of weights in bfloat16 (most exact).
         ignore_modules: names of modules that stay in bfloat16 with all their layers, for example {"lm_head"}.
-        emulate: round to 8-bit floats and multiply in 32 bits. Slow; for trying a model on any device.
+        emulate: round to 8-bit floats and multiply in 32 bits, and gather shards in 32 bits. Slow; for trying a model
+            on any device.
 
     Raises:
         ValueError: the recipe does not exist, the device has no 8-bit floats, or no layer can be converted.
@@ -42,8 +47,6 @@ class Float8Precision(MixedPrecision):
     <https://docs.pytorch.org/ao/stable/api_reference/api_ref_float8.html>`_.
 
     """
-
-    can_be_sharded = False
 
     def __init__(
         self,
@@ -61,7 +64,9 @@ class Float8Precision(MixedPrecision):
         self.recipe = recipe
         self.ignore_modules = tuple(ignore_modules)
         self.emulate = emulate
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self.param_dtype = None if emulate else torch.bfloat16
+        # The layers that have changed, their classes before, and the names of the attributes that they have got.
+        self._changed: list[tuple[Any, type, Iterable[str]]] = []
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device multiplies 8-bit floats."""
@@ -69,45 +74,67 @@ class Float8Precision(MixedPrecision):
             check_float8(device)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return ``module`` with linear layers that multiply in 8-bit floats, on the same parameters."""
+        """Return ``module``, whose linear layers multiply in 8-bit floats until ``teardown``."""
         float8 = need("torchao.float8", purpose="precision='fp8'")
         check_ignored(module, self.ignore_modules, "Float8Precision")
-        if isinstance(module, nn.Linear):
-            raise make_error(
-                ValueError,
-                "precision='fp8': the module is a Linear layer itself, but only layers inside a module can be "
-                "replaced.",
-                fix="Wrap it: torch.nn.Sequential(layer).",
-                argument="precision",
-            )
         config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
         # The number of rows is a side of the product for the gradients of weights. It depends on the user's batch, so
         # it may not be a multiple of 16.
         padded = {"pad_inner_dim": True} if self.recipe == "tensorwise" else {}
         config = dataclasses.replace(config, emulate=self.emulate, **padded)
-
-        def convert(name: str, layer: nn.Module) -> nn.Module | None:
-            if type(layer) is not nn.Linear or ignored(name, self.ignore_modules):
-                return None
-            if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
-                return None
-            converted: nn.Module = float8.convert_to_float8_training(nn.Sequential(layer), config=config)[0]
-            return converted
-
-        self._replaced += replace(module, convert)
-        if not any(type(layer).__name__ == "Float8Linear" for layer in module.modules()):
+        plain = nn.Linear(_MULTIPLE, _MULTIPLE, device="meta")
+        example = float8.convert_to_float8_training(plain, config=config)
+        added = {name: value for name, value in vars(example).items() if name not in vars(plain)}
+        for name, layer in module.named_modules():
+            kind = _class_in_8_bits(type(layer), type(example))
+            if kind is None or ignored(name, self.ignore_modules) or any(side % _MULTIPLE for side in _sides(layer)):
+                continue
+            # In place: what gathers or splits the layer, and hooks of the program, refer to this object.
+            self._changed.append((layer, type(layer), added.keys()))
+            layer.__class__ = kind
+            vars(layer).update(added)
+        if not any(isinstance(layer, type(example)) for layer in module.modules()):
             raise make_error(
                 ValueError,
                 f"precision='fp8': {type(module).__name__} has no Linear layer whose in_features and out_features are "
-                f"multiples of {_MULTIPLE}, so nothing would compute in 8-bit floats.",
+                f"multiples of {_MULTIPLE} in each process, so nothing would compute in 8-bit floats.",
                 fix="Use precision='bf16-mixed'.",
                 argument="precision",
             )
         return module
 
     def teardown(self) -> None:
-        """Restore the original layers."""
-        put_back(self._replaced)
+        """Let the layers compute as before."""
+        while self._changed:
+            layer, kind, added = self._changed.pop()
+            layer.__class__ = kind
+            for name in added:
+                vars(layer).pop(name, None)
+
+
+def _class_in_8_bits(kind: type, linear: type) -> type | None:
+    """Return the class that a layer gets: ``linear`` for ``nn.Linear``, also below ``fully_shard``; None for others."""
+    if kind is nn.Linear:
+        return linear
+    if kind.__bases__[1:] != (nn.Linear,):
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    # ``fully_shard`` gives a layer that is gathered by itself a class of its own.
+    is_gathered = kind.__bases__[0] is FSDPModule
+    return type(linear.__name__, (FSDPModule, linear), dict(vars(kind))) if is_gathered else None
+
+
+def _sides(layer: Any) -> list[int]:
+    """Return the sides of the matrix with which this process multiplies; of a split layer, those of its part."""
+    weight, sides = layer.weight, list(layer.weight.shape)
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None:
+        for axis, size, place in zip(mesh.mesh_dim_names or (), mesh.shape, weight.placements, strict=False):
+            # Along the other axes, the parts are gathered before they are used.
+            if axis == "tensor_parallel" and place.is_shard():
+                sides[place.dim] //= size
+    return sides
 
 
 def check_float8(device: torch.device, precision: str = "fp8") -> None:

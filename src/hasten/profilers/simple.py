@@ -177,7 +177,7 @@ class SimpleProfiler(Profiler):
             if s or part == "total"
         ]
         columns = 4 if steps else 3
-        table = _table(head[:columns], [row[:columns] for row in rows], last=True)
+        table = _table(head[:columns], [row[:columns] for row in rows])
         return [f"Where the time{each} went (each moment is counted once):", *table]
 
     def _new(self, action_name: str) -> int:
@@ -230,8 +230,8 @@ def _table_of_tabs(head: list[str], groups: list[list[list[str]]]) -> list[str]:
     return lines
 
 
-def _table(head: list[str], rows: list[list[str]], *, last: bool = False) -> list[str]:
-    """Return rows under a heading; ``last`` sets the last one apart."""
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return rows under a heading, the last one set apart."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
 
     def line(cells: list[str]) -> str:
@@ -240,7 +240,5 @@ def _table(head: list[str], rows: list[list[str]], *, last: bool = False) -> lis
         return "|  " + "  |  ".join([f"{first:<{widths[0]}}", *numbers]) + "  |"
 
     rule = "-" * (sum(widths) + 5 * len(widths) + 1)
-    body = [line(row) for row in rows]
-    if last:
-        body.insert(-1, rule)
-    return [rule, line(head), rule, *body, rule]
+    *body, last = map(line, rows)
+    return [rule, line(head), rule, *body, rule, last, rule]

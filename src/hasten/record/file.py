@@ -67,13 +67,7 @@ class Record(NoRecord):
         self._next = 0.0
 
     def add(self, kind: str, **fields: object) -> None:
-        """Add a line; it is written with the next ones.
-
-        Args:
-            kind: what it is about: "start", "row", "speed", ...
-            **fields: plain data.
-
-        """
+        """Add a line about "start", "row", "speed", ... with plain data; it is written with the next ones."""
         self.add_line({"kind": kind, "time": time.time(), **fields})
         if time.monotonic() >= self._next and (self._ready is None or self._ready()):
             self.flush()

@@ -307,10 +307,8 @@ class History(Sequence[dict[str, Any]]):
         """Return a name, its last value, and its smallest and largest one with their steps."""
         rows, column = self._columns[name]
         finite = [index for index, value in enumerate(column) if math.isfinite(value)]
-        least, most = (
-            min(finite, key=column.__getitem__, default=None),
-            max(finite, key=column.__getitem__, default=None),
-        )
+        least = min(finite, key=column.__getitem__, default=None)
+        most = max(finite, key=column.__getitem__, default=None)
         ends = [
             text
             for index in (least, most)
@@ -447,13 +445,10 @@ def _unpacked(stored: Tensor, *, is_runs: bool) -> Tensor:
     return steps.repeat_interleave(counts).cumsum(0)
 
 
-def _finite(column: Sequence[float]) -> list[float]:
-    return [value for value in column if math.isfinite(value)]
-
-
-def _sparkline(column: Sequence[float], width: int = 120, height: int = 24) -> str:
+def _sparkline(column: Sequence[float]) -> str:
     """Return a small curve as SVG; it takes the colors of the page."""
-    values = _finite(column)
+    width, height = 120, 24
+    values = [value for value in column if math.isfinite(value)]
     if len(values) < 2:
         return ""
     stride = max(1, len(values) // (2 * width))

@@ -25,55 +25,39 @@ _NUMBERS = 3
 
 
 class StepsDone(NamedTuple):
-    """What a process has done so far.
-
-    Args:
-        steps: its steps.
-        seconds: of training, without validation and checkpoints.
-        waited: seconds of these in which the host waited for data.
-        device_share: the share of them in which the device waited too: a GPU may be busy with earlier steps.
-
-    """
+    """What a process has done so far."""
 
     steps: int
+    # Of training, without validation and checkpoints.
     seconds: float
+    # Seconds of these in which the host waited for data.
     waited: float
+    # The share of them in which the device waited too: a GPU may be busy with earlier steps.
     device_share: float = 1.0
 
 
 class RankTime(NamedTuple):
-    """The mean step of one process.
-
-    Args:
-        rank: of the process.
-        own_seconds: of a step, without those in which it waits for other processes.
-        data_seconds: of these, waiting for data.
-        waiting_seconds: in which it waits for other processes, at least.
-
-    """
+    """The mean step of one process."""
 
     rank: int
+    # Without those in which it waits for other processes.
     own_seconds: float
+    # Of these, waiting for data.
     data_seconds: float
+    # In which it waits for other processes, at least.
     waiting_seconds: float
 
 
 class Slowest(NamedTuple):
-    """The slowest process of a run.
-
-    Args:
-        rank: of the process.
-        ratio: its step as a multiple of the median of all processes.
-        data_share: the share of its step in which it waits for data.
-        own_seconds: of its step.
-        median_seconds: of a step, the median of all processes.
-
-    """
+    """The slowest process of a run."""
 
     rank: int
+    # Its step as a multiple of the median of all processes.
     ratio: float
+    # The share of its step in which it waits for data.
     data_share: float
     own_seconds: float
+    # Of a step, the median of all processes.
     median_seconds: float
 
     @property

@@ -88,10 +88,6 @@ class DeviceClock:
     """The same on a CUDA device: a part takes from when the device comes to its beginning until its end.
 
     What the host does while the device is busy costs no time; what the device waits for does.
-
-    Args:
-        device: a CUDA device.
-
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,10 +137,7 @@ class DeviceClock:
 class StepTimes:
     """Times single steps of a fit.
 
-    Args:
-        run: the run.
-        make_step: returns the function that trains on one batch, made of what the Runtime has at that moment.
-
+    ``make_step`` returns the function that trains on one batch, made of what the Runtime has at that moment.
     """
 
     def __init__(self, run: Run, make_step: Callable[[], Call]) -> None:

@@ -281,7 +281,7 @@ class Strategy(ProgramMethods, ABC):
 
     def teardown(self) -> None:
         """Release what the strategy holds."""
-        self.model = None
+        self.model = self.lightning_module
 
     # -- between processes
 

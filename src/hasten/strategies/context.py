@@ -261,7 +261,7 @@ class ContextSplit:
         """
         dim = dim % tensor.dim()
         sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-        parts = _exchange(sent.expand(self.size, *sent.shape).contiguous(), self.group)
+        parts = all_to_all(sent.expand(self.size, *sent.shape).contiguous(), self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1).to(tensor.dtype)
 
     def _set(self, part: nn.Module, name: str, value: object) -> None:
@@ -652,21 +652,33 @@ class _AllToAll(torch.autograd.Function):
     """Sends the i-th part of a tensor to the i-th process of a group, and gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor, group=group)
-        return received
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, sent: _Rows, received: _Rows) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        found = torch.empty_like(tensor) if received is None else tensor.new_empty((sum(received), *tensor.shape[1:]))
+        dist.all_to_all_single(found, tensor, received, sent, group=group)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _exchange(gradients[0].contiguous(), ctx.group), None
+        return all_to_all(gradients[0].contiguous(), ctx.group, ctx.received, ctx.sent), None, None, None
 
 
-def _exchange(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return what the processes of a group sent here; ``(processes, ...)``, contiguous, in both directions."""
-    received: Tensor = _AllToAll.apply(tensor, group)
-    return received
+# How many rows of a tensor go to each process of a group, or come from it; None for the same number.
+_Rows = list[int] | None
+
+
+def all_to_all(tensor: Tensor, group: ProcessGroup, sent: _Rows = None, received: _Rows = None) -> Tensor:
+    """Return what the processes of a group sent here; gradients go the other way.
+
+    Args:
+        tensor: what this process sends, one part of its rows to each process, in order; contiguous.
+        group: the processes.
+        sent: how many rows go to each process; the same number by default.
+        received: how many rows come from each.
+
+    """
+    found: Tensor = _AllToAll.apply(tensor, group, sent, received)
+    return found
 
 
 def _to_heads(split: ContextSplit, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -686,7 +698,7 @@ def _to_heads(split: ContextSplit, query: Tensor, key: Tensor, value: Tensor) ->
 def _by_head(split: ContextSplit, *tensors: Tensor) -> list[Tensor]:
     # (rows, heads, tokens, width) of each becomes (size, rows, tokens, heads of one process * width).
     sent = [each.unflatten(1, (split.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for each in tensors]
-    received = _exchange(torch.cat(sent, -1), split.group)
+    received = all_to_all(torch.cat(sent, -1), split.group)
     whole = received.transpose(0, 1).flatten(1, 2).split([each.size(-1) for each in sent], -1)
     return [part.unflatten(-1, (-1, each.size(-1))).transpose(1, 2) for part, each in zip(whole, tensors, strict=True)]
 
@@ -695,7 +707,7 @@ def _to_tokens(split: ContextSplit, attended: Tensor) -> Tensor:
     """Exchange all tokens of this process's heads for its tokens of all heads."""
     sent = attended.unflatten(2, (split.size, -1)).permute(2, 0, 3, 1, 4).contiguous()
     # (size, rows, tokens, heads of one process, head_dim).
-    received = _exchange(sent, split.group)
+    received = all_to_all(sent, split.group)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 

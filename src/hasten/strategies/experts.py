@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from hasten._lib import torch_private
-from hasten._lib.errors import make_error
+from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.tree import is_sharded
+from hasten.strategies.context import all_to_all
 
 # How the matrices of all experts are split, of shape (experts, out_features, in_features): by column the first, by row
 # the second. ``gate_up_proj`` has the rows of two layers, one after the other, and each of them is split.
 _COLUMNS, _PACKED, _ROWS = "colwise", "packed_colwise", "rowwise"
 _MATRICES = {"gate_up_proj": _PACKED, "gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": _ROWS}
 _WHOLE_EXPERTS = "grouped_gemm"
+# The types of hidden states, by the number that says to other processes which one it is.
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class ExpertStyle(ParallelStyle):
@@ -27,9 +33,13 @@ class ExpertStyle(ParallelStyle):
 
     The module is called with hidden states (tokens, features), the chosen experts (tokens, k) and their weights
     (tokens, k), and returns the weighted sum of what the experts compute (tokens, features), as the experts of Hugging
-    Face do. The processes of a group call it with the same tokens. Each computes with its parts of the parameters, and
-    the results are added up. The router is a module of its own and stays whole.
+    Face do. The router is a module of its own and stays whole.
     """
+
+    # Whether the processes of a group have different tokens, and send them to each other.
+    sends_tokens = False
+    # What asks for it, and for the number of processes, in messages.
+    argument, size_argument = "plan", "tensor_parallel_size"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -48,7 +58,7 @@ class ExpertStyle(ParallelStyle):
 
     @abstractmethod
     def compute(self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: _Inputs) -> Tensor:
-        """Return what this process adds to the result; the parameters of ``module`` are its parts."""
+        """Return the result for the tokens of this process; the parameters of ``module`` are its parts."""
 
     def check(self, module: nn.Module, size: int, where: str) -> None:
         """Refuse a module whose experts ``size`` processes cannot share.
@@ -66,7 +76,7 @@ class ExpertStyle(ParallelStyle):
                 f"{where} is a {type(module).__name__}, and experts are divided in a module that has num_experts and "
                 "their matrices in parameters of three dimensions.",
                 fix="Name such a module, or the layers of each expert.",
-                argument="plan",
+                argument=self.argument,
             )
         other = next((name for name, each in parameters.items() if not self._divides(name, each, count)), None)
         if other is not None:
@@ -74,7 +84,7 @@ class ExpertStyle(ParallelStyle):
                 ValueError,
                 f"{where} has the parameter {other!r}, which {type(self).__name__} does not divide.",
                 fix=self._instead(),
-                argument="plan",
+                argument=self.argument,
             )
         self._check_sizes(module, size, where)
 
@@ -91,12 +101,15 @@ class ExpertStyle(ParallelStyle):
         """Return what to do about a parameter that cannot be divided."""
 
 
-# hidden states, chosen experts, their weights
+# Hidden states, chosen experts, their weights.
 _Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class SplitExperts(ExpertStyle):
-    """Each process has a part of the matrices of every expert: of its hidden features."""
+    """Each process has a part of the matrices of every expert: of its hidden features.
+
+    The processes of a group call the module with the same tokens, and the results are added up.
+    """
 
     def placement(self, name: str) -> Placement:
         """Return how a parameter of the module is divided."""
@@ -111,8 +124,8 @@ class SplitExperts(ExpertStyle):
         return _MATRICES.get(name) == style
 
     def compute(self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: _Inputs) -> Tensor:
-        """Return what this process adds to the result; the parameters of ``module`` are its parts."""
-        return forward(*inputs)
+        """Return the sum of what the processes of the group compute."""
+        return _added_up(forward(*_given(inputs, mesh)), mesh)
 
     def _check_sizes(self, module: Any, size: int, where: str) -> None:
         if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
@@ -140,8 +153,8 @@ class SplitExperts(ExpertStyle):
         return "Divide whole experts: expert_parallel=True, or the style 'expert'."
 
 
-class WholeExperts(ExpertStyle):
-    """Each process has some of the experts, whole, and computes for the tokens that chose one of them."""
+class _ByExpert(ExpertStyle):
+    """Each process has some of the experts, whole."""
 
     def placement(self, name: str) -> Placement:
         """Return how a parameter of the module is divided."""
@@ -151,36 +164,13 @@ class WholeExperts(ExpertStyle):
         """Return whether ``style``, in the plan of a Hugging Face model, divides a parameter in the same way."""
         return style == _WHOLE_EXPERTS
 
-    def compute(self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: _Inputs) -> Tensor:
-        """Return what this process adds to the result; the parameters of ``module`` are its parts."""
-        hidden, chosen, weights = inputs
-        experts: Any = module
-        rows, choices = hidden.reshape(-1, hidden.shape[-1]), chosen.shape[-1]
-        count = experts.num_experts
-        local = count // mesh.size()
-        index = chosen.reshape(-1) - mesh.get_local_rank() * local
-        # Reads the number of these pairs from the device: the only such read of the layer.
-        pairs = ((index >= 0) & (index < local)).nonzero().squeeze(1)
-        share = weights.reshape(-1)
-        if not len(pairs):
-            # Other processes wait for the backward of each input: one pair that counts nothing.
-            pairs, share, index = pairs.new_zeros(1), share * 0, torch.zeros_like(index)
-        experts.num_experts = local
-        try:
-            found = forward(rows[pairs // choices], index[pairs].unsqueeze(1), share[pairs].unsqueeze(1))
-        finally:
-            experts.num_experts = count
-        # Each pair has a place of its own, so the order of additions is the same in every run.
-        everything = found.new_zeros(len(rows) * choices, rows.shape[-1]).index_copy(0, pairs, found)
-        return everything.view(len(rows), choices, -1).sum(1).view(hidden.shape)
-
     def _check_sizes(self, module: Any, size: int, where: str) -> None:
         if module.num_experts % size:
             raise make_error(
                 ValueError,
                 f"{where} has num_experts={module.num_experts}, which {size} processes cannot share equally.",
-                fix=f"Choose a tensor_parallel_size that divides {module.num_experts}.",
-                argument="plan",
+                fix=f"Choose {self.size_argument} so that it divides {module.num_experts}.",
+                argument=self.argument,
             )
 
     def _divides(self, name: str, parameter: Tensor, experts: int) -> bool:
@@ -190,8 +180,177 @@ class WholeExperts(ExpertStyle):
         return "Leave this module out of the plan: its first dimension is not the experts."
 
 
+class WholeExperts(_ByExpert):
+    """Each process computes for the tokens that chose one of its experts.
+
+    The processes of a group call the module with the same tokens, and the results are added up.
+    """
+
+    def compute(self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: _Inputs) -> Tensor:
+        """Return the sum of what the processes of the group compute."""
+        hidden, chosen, weights = _given(inputs, mesh)
+        rows, choices = hidden.reshape(-1, hidden.shape[-1]), chosen.shape[-1]
+        with _only_own(module, mesh) as local:
+            index = chosen.reshape(-1) - mesh.get_local_rank() * local
+            # Reads the number of these pairs from the device: the only such read of the layer.
+            pairs = ((index >= 0) & (index < local)).nonzero().squeeze(1)
+            share = weights.reshape(-1)
+            if not len(pairs):
+                # Other processes wait for the backward of each input: one pair that counts nothing.
+                pairs, share, index = pairs.new_zeros(1), share * 0, torch.zeros_like(index)
+            found = forward(rows[pairs // choices], index[pairs].unsqueeze(1), share[pairs].unsqueeze(1))
+        # Each pair has a place of its own, so the order of additions is the same in every run.
+        everything = found.new_zeros(len(rows) * choices, rows.shape[-1]).index_copy(0, pairs, found)
+        return _added_up(everything.view(len(rows), choices, -1).sum(1).view(hidden.shape), mesh)
+
+
+class ExchangedExperts(_ByExpert):
+    """The processes of a group have different tokens, which travel to the processes of their experts and back.
+
+    Args:
+        alike: processes that have the same tokens, of which each then sends a part; None if all have different ones.
+        scale: a factor for the gradients of the experts.
+
+    """
+
+    sends_tokens = True
+    argument = size_argument = "expert"
+
+    def __init__(self, alike: DeviceMesh | None, scale: float) -> None:
+        super().__init__()
+        self._alike, self._scale = alike, scale
+
+    def compute(self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: _Inputs) -> Tensor:
+        """Return the result for the tokens of this process."""
+        hidden = inputs[0]
+        if self._alike is None or not hidden.shape[-1]:
+            return self._exchanged(module, forward, mesh, *inputs)
+        flat = [_whole(each).flatten(0, -2) for each in inputs]
+        shared = [DTensor.from_local(each, self._alike, [Replicate()], run_check=False) for each in flat]
+        own = [each.redistribute(placements=[Shard(0)]).to_local() for each in shared]
+        part = self._exchanged(module, forward, mesh, *own)
+        divided = DTensor.from_local(
+            part, self._alike, [Shard(0)], run_check=False, shape=flat[0].shape, stride=(part.shape[-1], 1)
+        )
+        # A copy: ``fully_shard`` warns of results that are views.
+        return divided.redistribute(placements=[Replicate()]).to_local().view(hidden.shape).clone()
+
+    def _exchanged(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Tensor],
+        mesh: DeviceMesh,
+        *inputs: Tensor,
+    ) -> Tensor:
+        hidden, chosen, weights = inputs
+        rows = hidden.flatten(0, -2)
+        group, size, choices = mesh.get_group(), mesh.size(), chosen.shape[-1]
+        with _only_own(module, mesh) as local:
+            order = chosen.flatten().argsort(stable=True)
+            counts = torch.bincount(chosen.flatten(), minlength=size * local).view(size, local)
+            # A process without tokens learns from the others how wide they are, and of which type.
+            width, kind = rows.shape[-1], _TYPES.index(rows.dtype)
+            sends = nn.functional.pad(counts, (0, 1), value=width * len(_TYPES) + kind)
+            gets = all_to_all(sends, group)
+            # The only read from the device.
+            sent, received, kinds = torch.stack((sends[:, :-1].sum(1), gets[:, :-1].sum(1), gets[:, -1])).tolist()
+            total, (width, kind) = sum(received), divmod(max(kinds), len(_TYPES))
+            if not width:
+                return hidden
+            if not rows.shape[-1]:
+                rows = rows.new_empty((0, width), dtype=_TYPES[kind])
+            tokens = all_to_all(rows[order // choices], group, sent, received)
+            index = torch.arange(local, device=gets.device).repeat(size)
+            index = index.repeat_interleave(gets[:, :-1].flatten(), output_size=total)
+            if not total:
+                # Each process has a backward, for which others wait: one token that counts nothing.
+                tokens, index = torch.cat((tokens, tokens.new_zeros(1, width))), index.new_zeros(1)
+            for part in module._parameters.values():
+                if part is not None and part.requires_grad:
+                    part.register_hook(self._scaled)
+            found = forward(tokens, index.unsqueeze(1), tokens.new_ones((len(tokens), 1)))
+        back = all_to_all(found[:total].contiguous(), group, received, sent)
+        # Each pair has a place of its own, so the order of additions is the same in every run.
+        everything = torch.zeros_like(back).index_copy(0, order, back)
+        weights = weights.reshape(*hidden.shape[:-1], choices)
+        weighted: Tensor = everything.unflatten(0, weights.shape) * weights.unsqueeze(-1)
+        return weighted.sum(-2).to(back.dtype)
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        return gradient * self._scale
+
+    def _instead(self) -> str:
+        return "Leave expert out: the first dimension of this parameter is not the experts."
+
+
+def divide_experts(
+    model: nn.Module, mesh: DeviceMesh, alike: DeviceMesh | None, scale: float, owner: str
+) -> dict[str, ParallelStyle]:
+    """Divide the experts of ``model`` over processes that read different tokens, in place.
+
+    Args:
+        model: the model.
+        mesh: the processes that have all experts, a mesh of one dimension.
+        alike: see ``ExchangedExperts``.
+        scale: see ``ExchangedExperts``.
+        owner: the class that a program has written, for messages.
+
+    Returns:
+        the names of the modules that hold experts, and how they are divided.
+
+    Raises:
+        ValueError: the model has no experts, or some that the processes cannot share.
+
+    """
+    size, style = mesh.size(), ExchangedExperts(alike, scale)
+    found = {name: part for name, part in model.named_modules() if _holds_experts(part)}
+    if not found:
+        raise MisconfigurationException(
+            f"{owner}(expert={size}): {type(model).__name__} has no experts: no module with num_experts, matrices of "
+            "three dimensions, and forward(hidden_states, top_k_index, top_k_weights).",
+            fix="Leave expert out, or write the experts as such a module.",
+            argument="expert",
+        )
+    for name, part in found.items():
+        style.check(part, size, f"{owner}(expert={size}): {name!r}")
+        if sends_tokens(part):
+            continue
+        if any(map(is_sharded, part.parameters())):
+            raise MisconfigurationException(
+                f"{owner}(expert={size}): {name!r} is divided already, by an earlier run or by the program.",
+                fix="Use a new module and a checkpoint, or do not divide experts in configure_model().",
+                argument="expert",
+            )
+        parallelize_module(part, mesh, style, src_data_rank=None)
+    return dict.fromkeys(found, style)
+
+
+def sends_tokens(module: nn.Module) -> bool:
+    """Return whether ``divide_experts`` has divided a module."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, _DividedForward) and forward.style.sends_tokens
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return False
+    has_matrices = any(each.ndim == 3 for each in module.parameters(recurse=False))
+    return has_matrices and len(inspect.signature(module.forward).parameters) == 3
+
+
+@contextmanager
+def _only_own(module: Any, mesh: DeviceMesh) -> Iterator[int]:
+    """Let a module compute with the experts of this process, and yield their number."""
+    count = module.num_experts
+    module.num_experts = count // mesh.size()
+    try:
+        yield module.num_experts
+    finally:
+        module.num_experts = count
+
+
 class _DividedForward:
-    """Replaces the forward of experts by one that computes with the parts of this process, and adds up the results.
+    """Replaces the forward of experts by one that computes with the parts of this process.
 
     An object instead of a function: in a deep copy of the module it calls the copied module.
     """
@@ -203,15 +362,25 @@ class _DividedForward:
         parameters: dict[str, Any] = self.module._parameters
         divided = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
         mesh = next(iter(divided.values())).device_mesh
-        inputs = _given(hidden_states, mesh), _whole(top_k_index), _given(top_k_weights, mesh)
         # The forward reads the parameters as attributes.
         parameters.update({name: each.to_local() for name, each in divided.items()})
         try:
-            part = self.style.compute(self.module, self.own, mesh, inputs)
+            return self.style.compute(self.module, self.own, mesh, (hidden_states, top_k_index, top_k_weights))
         finally:
             parameters.update(divided)
-        summed = DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
-        return summed.to_local()
+
+    def without_tokens(self) -> None:
+        """Take part in a forward of other processes, which may send tokens here."""
+        if self.style.sends_tokens:
+            device = next(self.module.parameters()).device
+            nothing = torch.empty(0, 0, device=device)
+            self(nothing, torch.empty(0, 1, dtype=torch.int64, device=device), nothing)
+
+
+def _added_up(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of what the processes of a group have computed for the same tokens."""
+    summed = DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    return summed.to_local()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -220,7 +389,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _given(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a tensor that is equal on all processes, whose gradient is the sum of theirs."""
-    shared = DTensor.from_local(_whole(tensor), mesh, [Replicate()], run_check=False)
-    return shared.to_local(grad_placements=[Partial()])
+def _given(inputs: _Inputs, mesh: DeviceMesh) -> _Inputs:
+    """Return inputs that are equal on all processes, whose gradients are the sums of theirs."""
+    hidden, chosen, weights = map(_whole, inputs)
+    shared = [DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in (hidden, weights)]
+    hidden, weights = (each.to_local(grad_placements=[Partial()]) for each in shared)
+    return hidden, chosen, weights

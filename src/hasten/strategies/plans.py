@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import (
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import map_tensors
-from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts
+from hasten._lib.tree import ABSENT, map_tensors
+from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
 
 OWNER = "ModelParallelStrategy"
 # The dimension of the mesh over which layers are split.
@@ -263,23 +263,48 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        if part.module in _split or any(map(_is_split, part.module.parameters())):
-            # An earlier run or the program itself has split it.
-            continue
-        # Values are equal on all processes, so nothing has to be sent.
-        style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
-        parallelize_module(part.module, mesh, style, src_data_rank=None)
-        for parameter in part.module.parameters():
-            if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
-                # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
-                parameter.register_hook(_summed)
-        _split.add(part.module)
+        if not _was_split(part, plan):
+            _split_part(part, mesh)
     _tie(tied)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoder) and any(part.owner in layer.layers for part in parts):
             # Nested tensors are for a kernel that takes whole weights.
             layer.use_nested_tensor = False
     return {part.name: part.style for part in parts}
+
+
+def _was_split(part: Part, plan: Plan) -> bool:
+    """Return whether an earlier run, the program itself or ``MeshStrategy(expert=N)`` has split a module."""
+    if sends_tokens(part.module) and plan != "auto":
+        raise make_error(
+            ValueError,
+            f"MeshStrategy(plan={{...}}, expert=...): {part.pattern!r} names experts, and both divide them.",
+            fix="Leave them out of the plan, or leave expert out.",
+            argument="plan",
+        )
+    # What gathers a sequence comes after the layers inside.
+    own = () if isinstance(part.style, _GatherSequence) else part.module.parameters()
+    return part.module in _split or sends_tokens(part.module) or any(map(_is_split, own))
+
+
+def _split_part(part: Part, mesh: DeviceMesh) -> None:
+    own = dict(part.module.named_parameters())
+    absent = {name: parameter for name, parameter in own.items() if hasattr(parameter, ABSENT)}
+    if absent and len(absent) == len(own):
+        # Another stage of a pipeline has it.
+        return
+    # Values are equal on all processes, so nothing has to be sent.
+    style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
+    parallelize_module(part.module, mesh, style, src_data_rank=None)
+    for parameter in part.module.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
+            # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
+            parameter.register_hook(_summed)
+    for name, parameter in absent.items():
+        # Beside one that stages share, such as the bias of an output layer that has the weight of the embedding.
+        place, _, key = name.rpartition(".")
+        part.module.get_submodule(place).register_parameter(key, parameter)
+    _split.add(part.module)
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

@@ -135,7 +135,9 @@ class DTensorSharding(DividedSharding):
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = sharded_parts(module)
         for name in self.forward_order(module):
-            self.strategy.engine.as_forward(_nothing, parts[name])()
+            # Experts take part in an exchange of tokens, too.
+            forward = getattr(vars(parts[name]).get("forward"), "without_tokens", _nothing)
+            self.strategy.engine.as_forward(forward, parts[name])()
 
     @property
     def shares_batches(self) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hasten.optim import LRSchedulerConfig
     from hasten.precision.base import Precision
     from hasten.record.history import History
+    from hasten_lightning.internals.results import LoggerConnector
     from hasten_lightning.loops.views import EvaluationLoop, FitLoop, PredictionLoop
 
 
@@ -175,6 +176,8 @@ class TrainerView(RuntimeView, TrainerSettings):
     validate_loop = LoopOf["EvaluationLoop"]("The batches of ``validate``.")
     test_loop = LoopOf["EvaluationLoop"]("The batches of ``test``.")
     predict_loop = LoopOf["PredictionLoop"]("The batches and outputs of ``predict``.")
+    # Callbacks written for Lightning ask it whether loggers get the values of a step.
+    _logger_connector = LoopOf["LoggerConnector"]("What was logged, and whether loggers get it now.")
 
     # -- the machine
 
@@ -378,7 +381,7 @@ class TrainerView(RuntimeView, TrainerSettings):
             loss = None if now or self._run is None else self._run.window.loss
             self._logged.publish_bar(self._progress.epoch, now=now, loss=loss)
             self._logged.deliver()
-        return dict(self._logged.bar_values)
+        return self._logged.bar_metrics()
 
     # -- callbacks
 

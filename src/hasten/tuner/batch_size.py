@@ -86,14 +86,7 @@ def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
 
 
 class Search:
-    """Tries sizes in a probe run.
-
-    Args:
-        probe: the run to try sizes in.
-        method: "fit", "validate", "test" or "predict".
-        options: of the search.
-
-    """
+    """Tries sizes in a probe run."""
 
     caller = "scale_batch_size"
     _report = staticmethod(rank_zero_info)

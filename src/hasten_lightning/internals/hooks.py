@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.callbacks import Checkpoint, EarlyStopping
 
 if TYPE_CHECKING:
-    from hasten import LightningModule, Trainer
+    from hasten import Callback, LightningModule, Trainer
 
 
 def call_lightning_module_hook(
@@ -76,3 +76,26 @@ def _call(trainer: Trainer, owner: Any, hook_name: str, action: str, *args: obje
         return None
     with trainer.profiler.profile(action):
         return hook(*args, **kwargs)
+
+
+class CallbackConnector:
+    """The callbacks of a Trainer; packages that change the list call it.
+
+    Args:
+        trainer: the Trainer.
+
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def _attach_model_logging_functions(self) -> None:
+        """Do nothing: callbacks log without it."""
+
+    def _attach_model_callbacks(self) -> None:
+        """Do nothing: a run adds what ``configure_callbacks`` returns when it begins."""
+
+    @staticmethod
+    def _reorder_callbacks(callbacks: list[Callback]) -> list[Callback]:
+        """Return the callbacks with those last that save checkpoints."""
+        return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from inspect import getmembers, isclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from hasten._lib.optional import need
 from hasten_lightning.utilities import rank_zero_warn
+
+if TYPE_CHECKING:
+    from hasten import Callback
 
 
 class MockOptimizer(Optimizer):
@@ -95,6 +98,13 @@ def load_external_callbacks(group: str) -> list[Any]:
         made = entry.load()()
         found += made if isinstance(made, list) else [made]
     return found
+
+
+def with_external_callbacks(callbacks: Callback | list[Any] | None, group: str) -> Any:
+    """Return the callbacks of a Trainer or Fabric, and after them those that installed packages offer, if any."""
+    found = load_external_callbacks(group)
+    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    return [callback for callback in given if callback is not None] + found if found else callbacks
 
 
 def cli_lightning_logo() -> None:

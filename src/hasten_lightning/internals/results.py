@@ -1,12 +1,19 @@
-"""``trainer._results`` under Lightning's names: what was logged in the running stage, and with which options."""
+"""``trainer._results`` and ``trainer._logger_connector`` under Lightning's names: what was logged, and to where."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hasten.loops.progress import TrainerFn
+from hasten.runtime import ReadOnly
 
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
+    from hasten.trainer.properties import TrainerView
 
 
 @dataclass(frozen=True)
@@ -69,3 +76,74 @@ class Results:
             )
             for each in self._logged.all_values()
         ]
+
+
+class LoggerConnector:
+    """The values of a Trainer, and whether loggers get those of the present step; callbacks of programs read it.
+
+    Args:
+        trainer: the Trainer.
+
+    """
+
+    # Whether this is the first batch of an epoch; programs put it back after a validation of their own.
+    _first_loop_iter: bool | None = None
+
+    def __init__(self, trainer: TrainerView) -> None:
+        self.trainer = trainer
+
+    callback_metrics = ReadOnly[dict[str, Tensor]]("trainer.callback_metrics", "See ``Trainer``.")
+    logged_metrics = ReadOnly[dict[str, Tensor]]("trainer.logged_metrics", "See ``Trainer``.")
+    progress_bar_metrics = ReadOnly[dict[str, float]]("trainer.progress_bar_metrics", "See ``Trainer``.")
+
+    @property
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """The values for callbacks, loggers and progress bar."""
+        return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
+
+    @property
+    def active_loop(self) -> Any:
+        """The loop of the running stage; None outside of a call."""
+        trainer = self.trainer
+        if trainer.training:
+            return trainer.fit_loop
+        if trainer.predicting:
+            return trainer.predict_loop
+        if trainer.testing:
+            return trainer.test_loop
+        if not trainer.evaluating:
+            return None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether loggers get the values of the present step."""
+        trainer = self.trainer
+        every, loop = trainer.log_every_n_steps, self.active_loop
+        if not every or loop is None:
+            return bool(every)
+        fitting = loop is trainer.fit_loop
+        step = loop.epoch_loop._batches_that_stepped + 1 if fitting else loop.batch_progress.current.ready
+        return step % every == 0 or trainer.should_stop
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass values to all loggers.
+
+        Args:
+            metrics: numbers, or tensors of one element, by name.
+            step: the x axis; by default the value called ``step``, or the number of steps so far.
+
+        """
+        trainer = self.trainer
+        if not trainer.loggers or not metrics:
+            return
+        trainer.logged_metrics.update(metrics)
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        if step is None:
+            if "step" not in row:
+                row.setdefault("epoch", trainer.current_epoch)
+            step = int(row.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped))
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics=dict(row), step=step)
+            logger.save()

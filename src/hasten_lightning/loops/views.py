@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import torch_private
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
+from hasten.loops.evaluate import evaluate
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.runtime import ReadOnly
 from hasten.trainer.settings import Setting
@@ -205,9 +206,11 @@ class TrainingEpochLoop(LoopView):
     automatic_optimization = ReadOnly[AutomaticOptimization]("_automatic", "The steps that the Trainer makes.")
     manual_optimization = ReadOnly[ManualOptimization]("_manual", "The steps that ``training_step`` makes.")
     global_step = ReadOnly[int]("_trainer.global_step", "Optimizer steps done in the run.")
-    total_batch_idx = ReadOnly[int](
-        "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
+    batch_idx = ReadOnly[int](
+        "batch_progress.current.ready - 1",
+        "Index of the batch in this epoch, the last one after it; -1 before the first.",
     )
+    total_batch_idx = ReadOnly[int]("batch_progress.total.ready - 1", "The same, counted over the run.")
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -220,11 +223,6 @@ class TrainingEpochLoop(LoopView):
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, steps: int) -> None:
         self._trainer.progress.logged_step = steps
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the last batch completed in this epoch; -1 before the first."""
-        return self._trainer.progress.batch - 1
 
     @property
     def batch_progress(self) -> BatchCounts:
@@ -262,6 +260,17 @@ class TrainingEpochLoop(LoopView):
         """Return whether the optimizer does not step after the current batch."""
         run = self._trainer._run
         return run is not None and not run.window.is_end
+
+    def _should_check_val_epoch(self) -> bool:
+        """Return whether validation may be due in this epoch."""
+        run = self._trainer._run
+        due = run is not None and run.data.validation_schedule.due_in(run.progress.epoch)
+        return due and self._trainer.enable_validation
+
+    def _should_check_val_fx(self, data_fetcher: object = None) -> bool:
+        """Return whether validation is due after the batch just done."""
+        run = self._trainer._run
+        return run is not None and run.data.validation_schedule.due(run)
 
     def _current_steps(self, config: LRSchedulerConfig) -> int:
         progress = self._trainer.progress
@@ -306,20 +315,18 @@ class FitLoop(LoopView):
 
     epoch_loop = ReadOnly[TrainingEpochLoop]("_epoch_loop", "The batches of an epoch.")
     max_batches = ReadOnly[float]("_trainer.num_training_batches", "Batches of an epoch.")
-    batch_idx = ReadOnly[int](
-        "epoch_loop.batch_idx", "Index of the last batch completed in this epoch; -1 before the first."
-    )
-    total_batch_idx = ReadOnly[int](
-        "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
-    )
+    batch_idx = ReadOnly[int]("epoch_loop.batch_idx", "See the loop of the epoch.")
+    total_batch_idx = ReadOnly[int]("epoch_loop.total_batch_idx", "See the loop of the epoch.")
 
     @property
     def epoch_progress(self) -> LoopCounts:
         """The epochs that have begun and that are complete."""
         trainer, progress = self._trainer, self._trainer.progress
-        completed = progress.epoch if progress.in_epoch else progress.epochs_done
+        # An epoch in which max_steps is reached counts as complete when fit has ended.
+        done = progress.epochs_done + (progress.mid_epoch and trainer.state.status == TrainerStatus.FINISHED)
+        completed = progress.epoch if progress.in_epoch else done
         begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else progress.epochs_done
-        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else progress.epochs_done
+        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else done
 
         def assign(name: str, value: int) -> None:
             if name not in ("completed", "processed"):
@@ -459,6 +466,17 @@ class EvaluationLoop(LoopView):
         """Load the data now."""
         if (source := self._trainer._source(self._name)) is not None:
             source.load()
+
+    def run(self) -> list[dict[str, float]]:
+        """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
+        run, source = self._trainer.current_run, self._trainer._source(self._name)
+        if source is None or source.is_off():
+            return []
+        stage, context = run.state.stage, run.logged.context
+        try:
+            return evaluate(run, source)
+        finally:
+            run.state.stage, run.logged.context = stage, context
 
     @property
     def max_batches(self) -> list[float]:

@@ -50,6 +50,11 @@ class Methods(Strategy):
         return getattr(self, "_launcher", None)
 
     @property
+    def strategy_name(self) -> str:
+        """The name of the strategy, as for ``Trainer(strategy=...)``."""
+        return self.name
+
+    @property
     def handles_gradient_accumulation(self) -> bool:
         """Whether an engine of the strategy accumulates gradients."""
         return self.engine.owns_step

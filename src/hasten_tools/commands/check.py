@@ -71,10 +71,7 @@ class _EndOfCheck(SystemExit):
 def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
     """Return the check of the first ``Trainer.fit`` that a program calls.
 
-    Args:
-        run_it: runs the program in this process, which it changes for good; returns its exit code.
-        shown: the name of the program, for messages.
-
+    ``run_it`` runs it in this process, which it changes for good, and returns its exit code; ``shown`` is its name.
     """
     from hasten.fabric import Fabric
     from hasten.loops.evaluate import evaluate, predict
@@ -86,6 +83,9 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
 
     found: list[CheckReport] = []
 
+    def take(row: CheckRow) -> None:
+        found.append(CheckReport([row], f"Check of {shown}"))
+
     def look(trainer: Trainer, model: Any, *args: Any, **given: Any) -> NoReturn:
         names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "weights_only")
         given = {**dict(zip(names, args, strict=False)), **given}
@@ -94,11 +94,8 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
         found.append(Trainer.check(trainer, model, *data))
         path = given.get("ckpt_path")
         if path not in (None, "last", "best", "hpc") and "://" not in str(path) and not os.path.exists(str(path)):
-            found[0].rows.append(
-                CheckRow(
-                    "checkpoint", "error", f"fit(ckpt_path={str(path)!r}): there is no such file.", 'ckpt_path="last"'
-                )
-            )
+            seen = f"fit(ckpt_path={str(path)!r}): there is no such file."
+            found[0].rows.append(CheckRow("checkpoint", "error", seen, 'ckpt_path="last"'))
         raise _EndOfCheck(0)
 
     evaluated: list[str] = []
@@ -126,7 +123,7 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
 
     def keeps_own_loop(*_: Any, **__: Any) -> NoReturn:
         why = "the program keeps its own loop (Fabric), and a check follows Trainer.fit"
-        found.append(CheckReport([CheckRow("program", "not checked", why)], f"Check of {shown}"))
+        take(CheckRow("program", "not checked", why))
         raise _EndOfCheck(0)
 
     setattr(Trainer, "fit", functools.wraps(Trainer.fit)(look))  # noqa: B010
@@ -154,13 +151,11 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
         row = row_of_error(errors[0], "program")
         place = row.place or innermost(errors[0])
         seen = f"The program ends before Trainer.fit: {row.seen}"
-        found.append(
-            CheckReport([dataclasses.replace(row, name="program", seen=seen, place=place)], f"Check of {shown}")
-        )
+        take(dataclasses.replace(row, name="program", seen=seen, place=place))
     elif not found and evaluated:
         why = f"the program calls Trainer.{evaluated[0]} and never Trainer.fit, which a check looks at"
-        found.append(CheckReport([CheckRow("program", "not checked", why)], f"Check of {shown}"))
+        take(CheckRow("program", "not checked", why))
     if not found:
         seen = f"The program ended with code {code} and did not call Trainer.fit."
-        found.append(CheckReport([CheckRow("program", "error", seen)], f"Check of {shown}"))
+        take(CheckRow("program", "error", seen))
     return found[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import make_error
-from hasten.commands.parser import Parser
+from hasten.commands.parser import Option, Parser
 
 if TYPE_CHECKING:
     from hasten.checkpoint.stored import StoredTensors
@@ -52,35 +52,32 @@ def make_parser() -> Parser:
     )
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint, or its URL")
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
+        "-o", "--output", type=Path, metavar="FILE",
         help="what to write: a .safetensors file holds the weights alone, any other is a checkpoint "
         "(default: NAME-consolidated.ckpt beside FOLDER)",
-    )
+    )  # fmt: skip
+    parser.add_options(_OPTIONS)
     parser.add_argument(
-        "--format",
-        choices=("checkpoint", "safetensors"),
-        help="safetensors writes the weights; if FILE does not end with .safetensors, as a folder that from_pretrained "
-        "of Hugging Face reads, with files of at most 5 GB (default: what the name of FILE says)",
-    )
-    parser.add_argument(
-        "--prefix",
-        default="",
-        metavar="TEXT",
-        help="with safetensors: write the weights whose names begin with it, without it, for instance model.",
-    )
-    parser.add_argument("--weights-only", action="store_true", help="leave out what only training needs")
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="NAME",
+        "--allow", action="append", default=[], metavar="NAME",
         help="a class whose objects the checkpoint holds, for instance package.module.Class: it is imported, and "
         "reading may run its code. May be given several times",
-    )
+    )  # fmt: skip
+    parser.set_defaults(prefix="")
     return parser
+
+
+_OPTIONS: list[Option] = [
+    (
+        *("--format", "", ("checkpoint", "safetensors")),
+        "safetensors writes the weights; if FILE does not end with .safetensors, as a folder that from_pretrained of "
+        "Hugging Face reads, with files of at most 5 GB (default: what the name of FILE says)",
+    ),
+    (
+        *("--prefix", "TEXT", str),
+        "with safetensors: write the weights whose names begin with it, without it, for instance model.",
+    ),
+    ("--weights-only", "", None, "leave out what only training needs"),
+]
 
 
 def _allow(names: Sequence[str]) -> None:

@@ -70,12 +70,7 @@ class _FitSeen(SystemExit):
 
 
 def eject_program(path: Path, text: str, arguments: Sequence[str] = ()) -> str:
-    """Return the plain program for a file.
-
-    Args:
-        path: of the program; it runs in this process up to its first ``Trainer.fit``.
-        text: its text.
-        arguments: of the program.
+    """Return the plain program for a file, which runs in this process up to its first ``Trainer.fit``.
 
     Raises:
         EjectError: it cannot be ejected; the message says why, and where.
@@ -110,7 +105,7 @@ def _first_fit(path: Path, text: str, arguments: Sequence[str]) -> Any:
 
     @functools.wraps(init)
     def make(trainer: Trainer, *args: Any, **named: Any) -> None:
-        frame = first_outside(caller(), lambda file: not _is_file(file, path))
+        frame = first_outside(caller(), lambda file: os.path.abspath(file) != os.path.abspath(path))
         if frame is not None:
             made_at[id(trainer)] = frame.f_lineno
         init(trainer, *args, **named)
@@ -155,10 +150,6 @@ def _first_fit(path: Path, text: str, arguments: Sequence[str]) -> Any:
     if isinstance(found[0], EjectError):
         raise found[0]
     return found[0]
-
-
-def _is_file(name: str, path: Path) -> bool:
-    return os.path.abspath(name) == os.path.abspath(path)
 
 
 def _run(path: Path, text: str, arguments: Sequence[str]) -> object:

@@ -131,6 +131,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     built = [f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPU only"]
     built += [f"{name} {torch[key]}" for name, key in (("cuDNN", "cudnn"), ("NCCL", "nccl")) if torch[key]]
     cores = f"{cpu['usable_cores']} usable" + (f" of {cpu['threads']}" if cpu["threads"] else "")
+    nodes = f", {cpu['numa_nodes']} NUMA nodes" if (cpu["numa_nodes"] or 0) > 1 else ""
     lines = [
         _line("hasten", f"{hasten['version']}{commit}, {hasten['folder']}"),
         _line("Python", f"{python['version']} ({python['implementation']}), {python['executable']}"),
@@ -138,7 +139,7 @@ def as_text(found: Mapping[str, Any]) -> str:
         *(_line("" if index else "torch build", each) for index, each in enumerate(torch["libraries"])),
         _line("torch threads", f"{torch['threads']} in an operation, {torch['interop_threads']} between operations"),
         _line("system", found["system"]["name"] + (", in a container" if found["system"]["container"] else "")),
-        _line("processor", ", ".join([cpu["name"], f"cores: {cores}", *_plural(cpu["numa_nodes"], "NUMA node")])),
+        _line("processor", f"{cpu['name']}, cores: {cores}{nodes}"),
         _line("instructions", f"{' '.join(cpu['instructions']) or 'unknown'}; torch uses {torch['cpu_capability']}"),
         _line(
             "memory",
@@ -165,10 +166,6 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{text}"
-
-
-def _plural(count: int | None, name: str) -> list[str]:
-    return [f"{count} {name}s"] if count is not None and count > 1 else []
 
 
 def _gib(size_bytes: int | None) -> str:

@@ -60,7 +60,8 @@ def _mesh(text: str) -> tuple[int | Literal["auto"], ...] | Literal["auto"]:
     sizes: list[int | Literal["auto"]] = []
     for word in text.split(","):
         if word != "auto" and not (word.isdecimal() and int(word) > 0):
-            raise ArgumentTypeError(f"{text!r}: write three sizes, such as 2,64,8 for replicate=2, shard=64, tensor=8.")
+            example = "2,64,8 for replicate=2, shard=64, tensor=8, or four with pipeline"
+            raise ArgumentTypeError(f"{text!r}: write sizes such as {example}.")
         sizes.append("auto" if word == "auto" else int(word))
     return tuple(sizes)
 
@@ -82,7 +83,8 @@ _OPTIONS: list[Option] = [
         "--mesh",
         "R,S,T",
         _mesh,
-        "plan with MeshStrategy(replicate=R, shard=S, tensor=T); auto: find the sizes with the shortest exchange",
+        "plan with MeshStrategy(replicate=R, shard=S, tensor=T), and pipeline=P for R,S,T,P; auto: find the sizes with "
+        "the shortest exchange",
     ),
     ("--tp", "N", whole(1), "split layers over N processes: the same as --mesh 1,auto,N"),
     ("--precision", "NAME", str, "as for Trainer(precision=...); default: that of the program"),

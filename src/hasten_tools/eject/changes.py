@@ -74,7 +74,7 @@ class Changes:
 
     def _without_bases(self, node: ast.ClassDef, bases: list[ast.expr]) -> None:
         source = self.source
-        start, end = node.bases[0], node.bases[-1]
+        end = node.bases[-1]
         # The parentheses go with the last base.
         text = source.segment(node)
         head = text[: text.index("(")]
@@ -83,7 +83,6 @@ class Changes:
         for_all.col_offset = node.col_offset
         shown = ", ".join(source.segment(base) for base in bases)
         source.replace(for_all, f"{head}({shown})" if bases else head)
-        del start
 
     def _change_hyperparameters(self, statement: ast.Expr, call: ProgramCall) -> None:
         """Replace ``save_hyperparameters`` by an assignment of ``self.hparams``, or remove it if nothing reads them."""
@@ -156,8 +155,6 @@ class Changes:
             source.replace(node, "Any")
             return
         new = {MODEL: "Module" if self.filled["module"] else "torch.nn.Module", DATA: "object"}.get(name, name)
-        if name == MODEL and not isinstance(parent, ast.ClassDef) and not self.filled["module"]:
-            new = "torch.nn.Module"
         if new != source.segment(node):
             source.replace(node, new)
         known = {MODEL, DATA, CALLBACK, TRAINER, "seed_everything", *CLASSES, *ONLY_SHOW}
@@ -206,6 +203,4 @@ class Changes:
         return f"[{text}]" if name == "callbacks" and single else text
 
     def _value(self, value: ast.expr | str) -> str:
-        if isinstance(value, str):
-            return value
-        return self.source.changed(value)
+        return value if isinstance(value, str) else self.source.changed(value)

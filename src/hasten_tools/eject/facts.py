@@ -26,34 +26,14 @@ if TYPE_CHECKING:
 
 # The arguments under which a fit is prepared on any machine, and nothing is written or shown.
 QUIETLY: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "num_nodes": 1,
-    "strategy": "auto",
-    "precision": None,
-    "plugins": None,
-    "sync_batchnorm": False,
-    "logger": False,
-    "callbacks": [],
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "profiler": None,
-    "max_time": None,
-    "speed": None,
-    "compile": None,
-    "batching": None,
-    "packed": False,
-    "num_workers": None,
-    "resident": False,
-    "matmul_precision": None,
-    "fused_optimizer": None,
-    "batch_size": None,
-    "micro_batch": None,
-    "memory": None,
-    "dropout": None,
-    "allocator": None,
-}
+    "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "sync_batchnorm": False,
+    "logger": False, "callbacks": [], "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "packed": False, "resident": False,
+    **dict.fromkeys(
+        ("precision", "plugins", "profiler", "max_time", "speed", "compile", "batching", "num_workers",
+         "matmul_precision", "fused_optimizer", "batch_size", "micro_batch", "memory", "dropout", "allocator"),
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -119,12 +99,8 @@ def given_arguments(trainer: Trainer) -> dict[str, Any]:
 
 
 def _argument_defaults(trainer: Trainer) -> dict[str, Any]:
-    parameters = inspect.signature(_trainer_class(trainer).__init__).parameters
-    return {name: one.default for name, one in parameters.items()}
-
-
-def _trainer_class(trainer: Trainer) -> Any:
-    return next(kind for kind in type(trainer).__mro__ if comes_from(kind, "hasten.trainer"))
+    kind: Any = next(kind for kind in type(trainer).__mro__ if comes_from(kind, "hasten.trainer"))
+    return {name: one.default for name, one in inspect.signature(kind.__init__).parameters.items()}
 
 
 def _same(value: object, default: object) -> bool:

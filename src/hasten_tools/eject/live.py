@@ -48,7 +48,7 @@ def eject(trainer: Trainer, model: LightningModule, data: dict[str, Any], output
     if module_of(facts.trained) == "__main__" and file is not None and os.path.isfile(file):
         text, name = _as_fit(Path(file).read_text(encoding="utf-8")), Path(file).name
     else:
-        text, name = _around(trainer, facts, data), f"a Trainer of {facts.trained.__name__}"
+        text, name = _around(facts, data), f"a Trainer of {facts.trained.__name__}"
     stem = Path(output).stem if output is not None else Path(name).stem.rpartition(" ")[2]
     program = ejected(text, name, facts, stem=stem)
     if output is not None:
@@ -81,7 +81,7 @@ def _calls(node: ast.AST, name: str) -> bool:
 # -- without a script: the classes, what they use, and a function that trains
 
 
-def _around(trainer: Trainer, facts: Facts, data: dict[str, Any]) -> str:
+def _around(facts: Facts, data: dict[str, Any]) -> str:
     """Return a program with the module's class, everything that it uses, and a function that makes the Trainer."""
     parts = _Definitions()
     parts.need(facts.trained.__name__, facts.trained)
@@ -219,9 +219,8 @@ class _Definitions:
 
 def _derives_from_hasten(value: Any) -> bool:
     """Return whether a value is a class of the user's that is a LightningModule, a datamodule or a callback."""
-    if not isinstance(value, type) or is_builtin(value):
-        return False
-    return issubclass(value, (LightningModule, LightningDataModule, Callback))
+    bases = (LightningModule, LightningDataModule, Callback)
+    return isinstance(value, type) and not is_builtin(value) and issubclass(value, bases)
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,16 +12,9 @@ from hasten_tools.eject.source import CALLBACK, TRAINER, ProgramCall, Source
 LOGGERS = {
     "CSVLogger": ("log_dir", "log_hyperparams", "log_metrics", "name", "root_dir", "save_dir", "version"),
     "TensorBoardLogger": (
-        "experiment",
-        "log_dir",
-        "log_hyperparams",
-        "log_metrics",
-        "name",
-        "root_dir",
-        "save_dir",
-        "version",
+        "experiment", "log_dir", "log_hyperparams", "log_metrics", "name", "root_dir", "save_dir", "version",
     ),
-}
+}  # fmt: skip
 LOGGER_ARGUMENTS = ("save_dir", "name", "version")
 # Arguments of loggers without which the same values are written.
 LOGGER_QUIET = frozenset({"flush_logs_every_n_steps", "log_graph", "default_hp_metric"})

@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -136,12 +136,9 @@ class UseReader:
 
     def _imports_third_party(self) -> bool:
         known = {*sys.stdlib_module_names, "torch", "hasten", "lightning", "pytorch_lightning", ""}
-        for node in ast.walk(self.source.tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                module = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-                if module.split(".")[0] not in known:
-                    return True
-        return False
+        imports = (node for node in ast.walk(self.source.tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+        modules = (one.module or "" if isinstance(one, ast.ImportFrom) else one.names[0].name for one in imports)
+        return any(module.split(".")[0] not in known for module in modules)
 
     # -- classes
 
@@ -236,7 +233,9 @@ class UseReader:
         value = node.value
         if _gives_none(value):
             return {"none"}
-        is_dict = isinstance(value, ast.Name) and _holds_dict(function, value.id)
+        is_dict = isinstance(value, ast.Name) and any(
+            _assigns(one, value.id) and isinstance(one.value, ast.Dict) for one in ast.walk(function)
+        )
         if isinstance(value, ast.Dict):
             is_dict = True
             if "loss_weight" in {one.value for one in value.keys if isinstance(one, ast.Constant)}:
@@ -343,7 +342,8 @@ class UseReader:
             source.refuse(call.node, f"Trainer({name}={value!r}) has no short equivalent. Leave it out before ejecting")
         if name == "logger":
             self._read_logger_argument(literal, value)
-        if name in ("devices", "num_nodes", "strategy") and not _is_single(name, value):
+        # One device, or several that DDP joins.
+        if name == "strategy" and value not in (None, "auto", "single_device", *_DDP):
             source.refuse(call.node, f"Trainer({name}={value!r}) has no short equivalent. Use strategy='ddp'")
 
     def _read_logger_argument(self, literal: Any, value: Any) -> None:
@@ -409,8 +409,7 @@ class UseReader:
         if not isinstance(value, ast.Name):
             return False
         return any(
-            isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-            and any(isinstance(target, ast.Name) and target.id == value.id for target in node.targets)
+            _assigns(node, value.id) and isinstance(node.value, ast.Call)
             and any(one.name == getattr(node.value.func, "id", "") and self.source.kind_of(one) == DATA
                     for one in self.source.classes())
             for node in ast.walk(self.source.tree)
@@ -530,13 +529,13 @@ def _only_value(source: Source, name: str) -> ast.expr | None:
     return assigned[0] if len(assigned) == 1 else None
 
 
-def _holds_dict(function: ast.FunctionDef, name: str) -> bool:
-    return any(
-        isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Dict)
-        and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
-        for node in ast.walk(function)
-    )
+def _is_none(call: ProgramCall, name: str) -> bool:
+    return name in call.named and _gives_none(call.named[name])
+
+
+def _assigns(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
+    """Return whether a statement assigns a value to a variable."""
+    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets)
 
 
 def _logged_values(call: ProgramCall, method: str) -> list[ast.expr]:
@@ -566,10 +565,7 @@ def _may_give_object(node: ast.AST, name: str) -> bool:
         return node.arg == name
     if isinstance(node, (ast.For, ast.comprehension)):
         return any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node.target))
-    if not isinstance(node, ast.Assign) or isinstance(node.value, ast.Name):
-        return False
-    is_target = any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
-    return is_target and _may_hold_object(node.value, None)
+    return _assigns(node, name) and not isinstance(node.value, ast.Name) and _may_hold_object(node.value, None)
 
 
 def is_self(node: ast.AST) -> bool:
@@ -597,15 +593,3 @@ def _always_leaves(body: list[ast.stmt]) -> bool:
 
 def _constant(node: ast.expr | None) -> Any:
     return node.value if isinstance(node, ast.Constant) else None
-
-
-def _is_none(call: ProgramCall, name: str) -> bool:
-    value = call.named.get(name)
-    return isinstance(value, ast.Constant) and value.value is None
-
-
-def _is_single(name: str, value: object) -> bool:
-    """Return whether an argument stands for one device, or for several that DDP joins."""
-    if name != "strategy":
-        return True
-    return value in (None, "auto", "single_device") or (isinstance(value, str) and value in _DDP)

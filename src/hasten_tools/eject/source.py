@@ -36,15 +36,10 @@ class ProgramCall:
 
 @dataclass
 class Source:
-    """The text of a program, its syntax tree, and the changes to make.
-
-    Args:
-        text: the program.
-        name: of its file, for messages.
-
-    """
+    """The text of a program, its syntax tree, and the changes to make."""
 
     text: str
+    # Of its file, for messages.
     name: str
     tree: ast.Module = field(init=False)
     # Name in the program: full name in hasten.
@@ -246,13 +241,7 @@ def loaded_names(tree: ast.AST) -> set[str]:
 
 
 def without_unused(text: str, keep: Callable[[str], bool]) -> str:
-    """Return a program without imports and local variables that only removed code used.
-
-    Args:
-        text: the program.
-        keep: whether a name was unused before already.
-
-    """
+    """Return a program without imports and local variables that only removed code used; ``keep``: unused before."""
     for _ in range(5):
         source = Source(text, "the program")
         names = loaded_names(source.tree) | _exported(source.tree)

@@ -6,20 +6,10 @@ from dataclasses import dataclass, field
 
 # Arguments of Trainer(...) that the program keeps: the values that the ejected loop reads.
 VALUES = (
-    "max_epochs",
-    "max_steps",
-    "min_epochs",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "log_every_n_steps",
-    "callbacks",
-)
+    "max_epochs", "max_steps", "min_epochs", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "accumulate_grad_batches",
+    "gradient_clip_val", "log_every_n_steps", "callbacks",
+)  # fmt: skip
 # What it has no place for, in words of its cost.
 LEFT_OUT = {
     "matmul_precision": "matmul_precision left out: call torch.set_float32_matmul_precision instead",
@@ -44,25 +34,12 @@ LEFT_OUT = {
 # What changes nothing in the ejected program.
 SILENT = frozenset(
     {
-        "accelerator",
-        "callbacks",
-        "default_root_dir",
-        "deterministic",
-        "devices",
-        "enable_autolog_hparams",
-        "enable_checkpointing",
-        "enable_model_summary",
-        "enable_progress_bar",
-        "gradient_clip_algorithm",
-        "inference_mode",
-        "logger",
-        "num_nodes",
-        "num_sanity_val_steps",
-        "precision",
-        "strategy",
+        "accelerator", "callbacks", "default_root_dir", "deterministic", "devices", "enable_autolog_hparams",
+        "enable_checkpointing", "enable_model_summary", "enable_progress_bar", "gradient_clip_algorithm",
+        "inference_mode", "logger", "num_nodes", "num_sanity_val_steps", "precision", "strategy",
         "use_distributed_sampler",
     }
-)
+)  # fmt: skip
 # The hooks of each callback that the templates have.
 CLASSES: dict[str, tuple[str, ...]] = {
     "EarlyStopping": ("check",),
@@ -71,13 +48,10 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "GradientAccumulationScheduler": ("on_train_epoch_start",),
     "BackboneFinetuning": ("setup", "on_train_epoch_start"),
     "EMAWeightAveraging": (
-        "on_train_batch_end",
-        "on_validation_epoch_start",
-        "on_validation_epoch_end",
-        "on_train_end",
+        "on_train_batch_end", "on_validation_epoch_start", "on_validation_epoch_end", "on_train_end",
     ),
     "StochasticWeightAveraging": ("on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
-}
+}  # fmt: skip
 
 
 @dataclass

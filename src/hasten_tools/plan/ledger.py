@@ -73,7 +73,7 @@ class Sent:
         payload_bytes: of the whole tensors: all parts of an all-gather, the input of a reduce-scatter, the tensor of
             an all-reduce or a broadcast.
         ring_bytes: what this process sends in a ring: (n - 1) / n of the payload for all-gather and reduce-scatter,
-            twice that for all-reduce.
+            twice that for all-reduce; all of it where it sends to one process.
         parts: ``ring_bytes`` in parts, by the share of them that goes between machines: (of so many, of how many).
 
     """
@@ -303,8 +303,18 @@ class Ledger(torch_private.TorchDispatchMode):
             for tensor in tensors:
                 self.see(tensor, GATHERED)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if what == "send":
+            # To one process: all of the payload, of which ``add`` takes half for each of two.
+            self.sent.setdefault(what, Sent()).add(payload, self._spread_to(args[1], args[2]), rounds, in_ring=False)
+            return
         in_ring = what != "all-to-all"
         self.sent.setdefault(what, Sent()).add(payload, self._spread(args), rounds, in_ring=in_ring)
+
+    def _spread_to(self, group: torch.ScriptObject, place: int) -> Spread:
+        """Return how this process and the one at a place of a group are spread over machines."""
+        ranks = torch_private.ranks_of_group(_name_of_group(group) or "")
+        assert ranks is not None
+        return Spread.of([torch.distributed.get_rank(), ranks[place]], self._per_machine)
 
     def _spread(self, args: Any) -> Spread:
         """Return how the processes of a collective are spread over machines."""
@@ -351,7 +361,7 @@ _KINDS: dict[str, tuple[str, Any, int]] = {
     "reduce_": ("reduce", 0, 1),
     "gather_": ("gather", 1, 1),
     "scatter_": ("scatter", 0, 1),
-    "send": ("send", 0, 1),
+    "send": ("send", 0, 2),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten._lib import check
 from hasten._lib.errors import make_error, parts_of
@@ -16,10 +16,10 @@ from hasten_tools.plan.report import KEPT, Measured
 if TYPE_CHECKING:
     from hasten.types import StrategyLike
 
-# Three sizes, of which one may be "auto", or "auto" for a search.
+# Three sizes or four, of which one may be "auto", or "auto" for a search.
 Mesh = Sequence[Size] | Literal["auto"]
 
-AXES = ("replicate", "shard", "tensor")
+AXES = ("replicate", "shard", "tensor", "pipeline")
 # Layers are split over at most so many processes: each of them exchanges activations in each layer.
 MOST_TENSOR = 8
 _OFFLOADED = "fsdp_cpu_offload"
@@ -29,24 +29,23 @@ def sizes_of(mesh: Sequence[Size], devices: int, nodes: int) -> MeshSizes:
     """Return given sizes as numbers.
 
     Args:
-        mesh: for replicate, shard and tensor; "auto" is what the others leave.
+        mesh: for replicate, shard, tensor and, if there are four, pipeline; "auto" is what the others leave.
         devices: the number of processes.
         nodes: the number of machines they are on.
 
     Raises:
-        ValueError: they are not three sizes, or do not multiply to the number of devices.
+        ValueError: they are not three sizes or four, or do not multiply to the number of devices.
 
     Example::
 
         >>> sizes_of((2, "auto", 8), devices=1024, nodes=128)
-        MeshSizes(replicate=2, shard=64, tensor=8, context=1, pipeline=1)
+        MeshSizes(replicate=2, shard=64, tensor=8, context=1, pipeline=1, expert=1)
 
     """
-    if len(mesh) != len(AXES):
-        raise make_error(
-            ValueError, f"mesh={tuple(mesh)}:", fix="use three sizes: (replicate, shard, tensor).", argument="mesh"
-        )
-    asked = dict(zip(AXES, mesh, strict=True))
+    if len(mesh) not in (3, len(AXES)):
+        fix = "use three sizes, (replicate, shard, tensor), or four, with pipeline after them."
+        raise make_error(ValueError, f"mesh={tuple(mesh)}:", fix=fix, argument="mesh")
+    asked = dict(zip(AXES, mesh, strict=False))
     for axis, size in asked.items():
         if size != "auto":
             check.whole("mesh", axis, size, at_least=1, allowed="a number of processes of at least 1, or 'auto'")
@@ -78,7 +77,7 @@ def wrong_sizes(problem: str | Exception, asked: Mapping[str, Size], devices: in
 
 def _near(asked: Mapping[str, Size], devices: int) -> MeshSizes:
     """Return sizes for a number of devices that keep as many of those asked for as possible."""
-    replicate, _, tensor = (size if isinstance(size := asked.get(axis, 1), int) else 1 for axis in AXES)
+    replicate, _, tensor = (size if isinstance(size := asked.get(axis, 1), int) else 1 for axis in AXES[:3])
     for copies, split in ((replicate, tensor), (1, tensor), (replicate, 1)):
         if devices % (copies * split) == 0:
             return MeshSizes(copies, devices // (copies * split), split)
@@ -97,8 +96,13 @@ def strategy_of(sizes: MeshSizes, own: StrategyLike | None) -> MeshStrategy:
 
     """
     is_split = sizes.tensor > 1
+    stages: dict[str, Any] = {}
+    if sizes.pipeline > 1 and isinstance(own, MeshStrategy) and own.pipeline is not None:
+        stages = own.pipeline.arguments
     made = MeshStrategy(
         *(sizes.replicate, sizes.shard, sizes.tensor),
+        **stages,
+        pipeline=sizes.pipeline,
         plan="auto" if is_split and not _splits(own) else None,
         cpu_offload=own == _OFFLOADED,
     )
@@ -129,7 +133,7 @@ def line_of(sizes: MeshSizes, own: StrategyLike | None) -> str:
 
 
 def _words(sizes: MeshSizes) -> str:
-    named = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+    named = {axis: getattr(sizes, axis) for axis in AXES}
     return ", ".join(f"{axis}={size}" for axis, size in named.items() if size > 1 or axis == "shard")
 
 

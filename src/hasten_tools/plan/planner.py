@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -61,7 +62,8 @@ def plan_fit(
     """Return what ``trainer.fit(model, ...)`` would need on many devices, without using any.
 
     Two training steps run in copies of this process, on tensors without data and in a process group that does not
-    exist. Nothing of this process changes. Numbers describe the first process, which has the largest shards.
+    exist. Nothing of this process changes. Numbers describe the first process, which has the largest shards. Of a
+    pipeline three processes are planned, or all if stages are uneven, and numbers describe the fullest.
 
     Args:
         trainer: with the arguments of the program; ``devices``, ``num_nodes`` and ``accelerator`` do not matter.
@@ -76,9 +78,10 @@ def plan_fit(
         memory_bytes: of one device; with it the plan says whether it fits, and which single change would make it fit.
         accelerator: "gpu" to step optimizers as torch does there, which takes more memory; "cpu".
         budget_seconds: for the changes or the meshes; none is begun after this time.
-        mesh: plan with ``MeshStrategy(replicate, shard, tensor)``: three sizes, of which one may be "auto". Layers are
-            split by the plan of the program's own ``MeshStrategy``, whose other arguments stay, too, or else by
-            ``plan="auto"``. "auto" plans several meshes and finds the one with the shortest exchange that fits.
+        mesh: plan with ``MeshStrategy(replicate, shard, tensor)``: three sizes, of which one may be "auto", or four
+            with ``pipeline``, whose schedule is that of the program's own ``MeshStrategy``, or "1F1B". Layers are split
+            by the plan of that strategy, whose other arguments stay, too, or else by ``plan="auto"``. "auto" plans
+            several meshes and finds the one with the shortest exchange that fits.
         bandwidth: GB/s that a device sends within a machine and between machines; with it the plan estimates the
             seconds that exchanging takes. For ``mesh="auto"`` the default is (450, 50).
 
@@ -141,12 +144,14 @@ def plan_variants(
         return FitPlan(
             variants.devices, variants.nodes, model, best, memory, (), variants.notes, tuple(planned), bandwidth
         )
-    found = _finish(_start(trainer, variants.base(), fit))
+    every = [_finish(_start(trainer, order, fit)) for order in variants.base()]
+    found = max(every, key=lambda one: one.on_device)
+    stages = {one.process: one.on_device for one in every} if len(every) > 1 else {}
     changes: list[Change] = []
     if found.fits(memory) is False:
         changes = _planned(trainer, list(variants.changes(found)), fit, time.monotonic() + budget)
     return FitPlan(
-        variants.devices, variants.nodes, model, found, memory, tuple(changes), variants.notes, (), bandwidth
+        variants.devices, variants.nodes, model, found, memory, tuple(changes), variants.notes, (), bandwidth, stages
     )
 
 
@@ -308,7 +313,7 @@ def chosen_mesh(
     """Return the mesh that a question asks for, after checking that the question does not contradict itself.
 
     Args:
-        mesh: three sizes, or "auto".
+        mesh: three sizes or four, or "auto".
         tensor_parallel: short for ``(1, "auto", tensor_parallel)``.
         strategy: that replaces the program's.
 
@@ -317,7 +322,7 @@ def chosen_mesh(
 
     """
     if isinstance(mesh, str) and mesh != "auto":
-        fix = "use 'auto' or three sizes, (replicate, shard, tensor)."
+        fix = "use 'auto' or three sizes, (replicate, shard, tensor), or four, with pipeline after them."
         raise make_error(ValueError, f"mesh={mesh!r}:", fix=fix, argument="mesh")
     if mesh is None:
         return None if tensor_parallel is None else (1, "auto", tensor_parallel)
@@ -379,6 +384,8 @@ class Variants:
                 fix="Plan with --strategy fsdp2, ddp_sharded or ddp.",
                 argument="strategy",
             )
+        # Of the process whose changes are planned.
+        self._process = 0
         self._precision = precision or given.get("precision")
         self._memory = given.get("memory")
         self.notes = tuple(self._noted(given))
@@ -408,7 +415,7 @@ class Variants:
         from hasten_tools.plan.step import Order
 
         base = {"strategy": self._strategy, "precision": self._precision, "plugins": self._plugins}
-        return Order({**base, **changes}, self.devices, self.nodes, batch_parts, self._gpu, kept)
+        return Order({**base, **changes}, self.devices, self.nodes, batch_parts, self._gpu, kept, self._process)
 
     def on_mesh(self, sizes: MeshSizes, kept: int | None = None) -> Order:
         """Return the program with a mesh of these sizes, and with ``kept`` of its equal blocks; None for all."""
@@ -418,13 +425,20 @@ class Variants:
         """Return the strategy to write for a mesh of these sizes."""
         return meshes.line_of(sizes, self._own)
 
-    def base(self) -> Order:
-        return self._order()
+    def base(self) -> Iterator[Order]:
+        """Yield the program unchanged; of a pipeline, for each process that may have the fullest stage."""
+        pipeline = getattr(self._strategy, "pipeline", None)
+        count = 1 if pipeline is None else pipeline.processes
+        # Of stages with equally many blocks the first has the most activations, but for what is around the blocks.
+        is_even = pipeline is None or pipeline.arguments["split"] is None
+        for place in sorted({0, min(1, count - 1), count - 1}) if is_even else range(count):
+            yield replace(self._order(), process=place * self.devices // count)
 
     def changes(self, found: Measured) -> Iterator[tuple[str, Order]]:
         """Yield single changes that may take less memory: the line to write, and the order."""
         from hasten.strategies.fsdp import FSDPStrategy
 
+        self._process = found.process
         several = self.devices > 1
         replicated = found.strategy.startswith(("ddp", "single"))
         if several and replicated:

@@ -32,7 +32,7 @@ class Question:
         memory: of a device, in bytes.
         accelerator: "gpu" or "cpu".
         budget_seconds: for the changes or the meshes; none is begun after this time.
-        mesh: sizes of replicate, shard and tensor, or "auto" to find them.
+        mesh: sizes of replicate, shard, tensor and perhaps pipeline, or "auto" to find them.
         bandwidth: with which seconds are estimated.
 
     """
@@ -123,7 +123,7 @@ def _machines(question: Question, given: Mapping[str, Any]) -> tuple[int, int | 
     if question.devices is not None:
         return question.devices, question.nodes
     sizes = [size for size in question.mesh or () if isinstance(size, int)]
-    if len(sizes) == 3:
+    if sizes and len(sizes) == len(question.mesh or ()):
         return math.prod(sizes), question.nodes
     nodes: int = question.nodes or given.get("num_nodes") or 1
     return nodes * (number_of(given.get("devices")) or PER_NODE), nodes

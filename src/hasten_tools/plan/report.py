@@ -79,13 +79,16 @@ class Measured:
         peak_parts: by what.
         sent: by kind of collective: calls, payload, and what the process sends in a ring.
         shards: the shape of each parameter in this process; of an estimate, those of the blocks that were planned.
-        mesh: the sizes of the axes "replicate", "shard" and "tensor", and of "context" if it divides sequences; empty
-            for strategies without a mesh.
+        mesh: the sizes of the axes "replicate", "shard" and "tensor", and of "context" and "pipeline" if they divide
+            sequences and layers; empty for strategies without a mesh.
         links: by kind of collective, the parts of what the process sends in a ring: bytes within its machine, and
             bytes between machines. A part is what groups send that are spread over machines alike.
         peaks: the peak of each part of the step, and by what.
         blocks: how many equal blocks the module has, if some of them were left out; else 0.
         kept: how many of them were not left out, or the most of the plans from which all were estimated.
+        process: which process of the run it is.
+        idle: the part of a step in which it waits for other stages of a pipeline, if all take the same time; None for
+            no pipeline, and for schedules that fill this time.
 
     """
 
@@ -109,6 +112,8 @@ class Measured:
     peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)
     blocks: int = 0
     kept: int = 0
+    process: int = 0
+    idle: float | None = None
 
     @property
     def on_device(self) -> int:
@@ -191,12 +196,14 @@ class FitPlan:
         devices: the number of processes.
         nodes: the number of machines.
         model: the name of the module's class.
-        measured: of the first process, which has the largest shards.
+        measured: of the first process, which has the largest shards; of a pipeline, of the fullest stage.
         memory: of a device, in bytes; None if it was not given.
         changes: single changes, if the plan does not fit.
         notes: what the plan leaves out of the program.
         meshes: what was found about each mesh, the best one first, if the best one was searched.
         bandwidth: with which seconds are estimated; None if they are not.
+        stages: of a pipeline, the most memory on the first device of each of its processes, by rank, as far as they
+            were planned.
 
     """
 
@@ -209,6 +216,7 @@ class FitPlan:
     notes: tuple[str, ...] = ()
     meshes: tuple[PlannedMesh, ...] = ()
     bandwidth: Bandwidth | None = None
+    stages: dict[int, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool | None:
@@ -233,7 +241,7 @@ class FitPlan:
         yield f"strategy {found.strategy!r}{split}, precision {found.precision!r}"
         if found.mesh and (found.strategy == "mesh" or found.mesh["replicate"] > 1):
             yield ", ".join(f"{axis}={count}" for axis, count in found.mesh.items())
-        yield "of the first process, in one training step:"
+        yield f"of {'the first process' if not self.stages else f'process {found.process}'}, in one training step:"
         yield ""
         frozen = found.parameters - found.trainable
         trained = f", {frozen:,} of them frozen" if frozen else ""
@@ -258,6 +266,10 @@ class FitPlan:
         if found.cpu_offload:
             per_node = found.on_host * (self.devices // self.nodes)
             facts.append(["on the host", f"{size(found.on_host)} a process, {size(per_node)} a machine"])
+        if self.stages:
+            facts.append(["peak by stage", ", ".join(f"{size(peak)} (process {r})" for r, peak in self.stages.items())])
+            waits = "less than with other schedules" if found.idle is None else f"{found.idle:.1%} of a step"
+            facts.append(["idle", f"{waits}, if all stages take the same time"])
         yield from aligned(facts, [22, 0])
         yield ""
         if not found.sent:

@@ -23,6 +23,7 @@ from hasten._lib.tree import is_sharded, map_tensors
 from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
+from hasten.seed import RandomGenerators
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.mesh.sizes import MeshSizes, Size
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
 
 
 class SimulatedCluster(ClusterEnvironment):
-    """A cluster of which this process is the first, and the others do not exist.
+    """A cluster of which one process exists.
 
     Args:
         size: the number of processes.
+        rank: which of them this process is.
 
     """
 
@@ -46,8 +48,8 @@ class SimulatedCluster(ClusterEnvironment):
     main_address = "127.0.0.1"
     main_port = 0
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
 
     @staticmethod
     def detect() -> bool:
@@ -61,7 +63,7 @@ class SimulatedCluster(ClusterEnvironment):
         pass
 
     def global_rank(self) -> int:
-        return 0
+        return self._rank
 
     def set_global_rank(self, rank: int) -> None:
         pass
@@ -73,8 +75,8 @@ class SimulatedCluster(ClusterEnvironment):
         return 0
 
 
-def join(size: int) -> None:
-    """Make this process the first of ``size``, in a group whose collectives return at once."""
+def join(size: int, rank: int) -> None:
+    """Make this process one of ``size``, in a group whose collectives return at once."""
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives  # noqa: F401 - registers the shapes of collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,7 +85,7 @@ def join(size: int) -> None:
     for name in ("require_same", "require_same_module"):
         # Nobody answers.
         setattr(same_program, name, lambda *_: None)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 def load() -> None:
@@ -213,6 +215,9 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
     strategy.simulate_one_process()
     if isinstance(strategy, MeshStrategy):
         _cut_own_chunk_only()
+    for name in ("state_dict", "load_state_dict"):
+        # The states of generators are tensors, and there is nothing to draw.
+        setattr(RandomGenerators, name, lambda *_: {})
     if isinstance(strategy, DDPStrategy):
         _all_reduce_bucket.__annotations__.clear()
         _sort_buckets(strategy.exchange_with(_all_reduce_bucket) or _BUCKET_MB)

@@ -22,6 +22,7 @@ from hasten.loops.fit import make_step
 from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
+from hasten.strategies.mesh.stages import is_absent
 from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.ledger import (
@@ -84,6 +85,7 @@ class Order:
         batch_parts: in how many parts each batch is computed, with as many times the accumulation.
         on_gpu: step optimizers as torch does on GPUs.
         kept: how many of a module's equal blocks to keep; None for all.
+        process: which of the processes to follow.
 
     """
 
@@ -93,6 +95,7 @@ class Order:
     batch_parts: int = 1
     on_gpu: bool = True
     kept: int | None = None
+    process: int = 0
 
 
 def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured:
@@ -109,7 +112,7 @@ def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured
 
     """
     torch.set_num_threads(1)
-    simulated.join(order.devices)
+    simulated.join(order.devices, order.process)
     changes = {**_OFF, **order.changes}
     plugins = changes.pop("plugins", None) or []
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, _left_out())]
@@ -121,7 +124,7 @@ def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured
             accelerator="cpu",
             devices=order.devices // order.nodes,
             num_nodes=order.nodes,
-            plugins=[*plugins, simulated.SimulatedCluster(order.devices)],
+            plugins=[*plugins, simulated.SimulatedCluster(order.devices, order.process)],
             accumulate_grad_batches=trainer.accumulate_grad_batches * order.batch_parts,
         )
     except ValueError as error:
@@ -268,13 +271,14 @@ class _PlannedFit:
     def _measured(self, run: Run) -> Measured:
         module, strategy = run.module, run.runtime.strategy
         parameters = self._parameters
-        offloads = False
+        offloads, idle = False, None
         mesh: dict[str, int] = {}
         if isinstance(strategy, MeshStrategy):
             offloads, sizes = strategy.offloads, strategy.sizes
             mesh = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
-            if sizes.context > 1:
-                mesh["context"] = sizes.context
+            mesh |= {name: size for name in ("context", "pipeline") if (size := getattr(sizes, name)) > 1}
+            if strategy.pipeline is not None:
+                idle = strategy.pipeline.schedule.idle_share(strategy.pipeline.parts)
         peak = self.ledger.peak
         return Measured(
             strategy=strategy.name,
@@ -283,7 +287,7 @@ class _PlannedFit:
             cpu_offload=offloads,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            local_elements=sum(held(parameter).numel() for parameter in parameters),
+            local_elements=sum(held(p).numel() for p in parameters if not is_absent(p)),
             weights=_bytes(parameters),
             gradients=self._gradient_bytes,
             optimizer=_bytes(_states(run)),
@@ -291,12 +295,14 @@ class _PlannedFit:
             peak=peak.total,
             peak_parts=dict(peak.parts),
             sent={name: (one.calls, one.payload_bytes, one.ring_bytes) for name, one in self.ledger.sent.items()},
-            shards={name: tuple(held(parameter).shape) for name, parameter in module.named_parameters()},
+            shards={name: tuple(held(p).shape) for name, p in module.named_parameters() if not is_absent(p)},
             mesh=mesh,
             links={name: tuple(one.links()) for name, one in self.ledger.sent.items()},
             peaks={part: (one.total, dict(one.parts)) for part, one in self.ledger.peaks.items()},
             blocks=self._blocks,
             kept=self.order.kept or 0 if self._blocks else 0,
+            process=self.order.process,
+            idle=idle,
         )
 
 

@@ -102,17 +102,7 @@ def _loaders_in(given: Iterable[Any]) -> Iterator[Any]:
 
 
 class Check:
-    """One check: its inputs and its results.
-
-    Args:
-        trainer: the user's, which does not change.
-        arguments: its arguments.
-        module: the model.
-        given: the loaders by stage, as passed to the call.
-        datamodule: gives the data instead.
-        rows: where to.
-
-    """
+    """One check: its inputs, of which ``given`` are the loaders by stage, and its results."""
 
     def __init__(
         self,
@@ -170,13 +160,8 @@ class Check:
     # -- the stages
 
     def _fit(self, own: Trainer) -> None:
-        seen = self.seen
-        probe = StepWatch(seen)
-
-        def body(run: Run) -> None:
-            self._train(run, probe)
-
-        self._stage(own, "fit", "fit", body, probe)
+        probe = StepWatch(self.seen)
+        self._stage(own, "fit", lambda run: self._train(run, probe), probe)
 
     def _train(self, run: Run, probe: StepWatch) -> None:
         """Train on a few batches and validate on one, with what comes before and after."""
@@ -301,21 +286,20 @@ class Check:
                 self.logged |= set(run.logged.callback_metrics())
                 saved.restore()
 
-        self._stage(own, stage, stage, body, probe)
+        self._stage(own, stage, body, probe)
 
-    def _stage(self, own: Trainer, stage: Any, name: str, body: Callable[[Run], None], probe: StepWatch) -> None:
+    def _stage(self, own: Trainer, stage: Any, body: Callable[[Run], None], probe: StepWatch) -> None:
         """Call ``body`` with a run that is like a call of the Trainer; its error becomes a row."""
         data = {key: value for key, value in self.given.items() if stage == "fit" or key == stage}
         called = [one for one in self.trainer.callbacks if methods.may_be_called(one)]
         kept = SavedObjects()
         for callback in called:
             kept.save(callback)
-        before = len(self.rows.rows)
         try:
             with self._own_callbacks(kept):
                 own.prepared_run(stage, self.module, data, self.datamodule, body, callbacks=[*called, probe])
         except Exception as error:
-            self._take_error(name, error, before)
+            self._take_error(stage, error)
         finally:
             probe.close()
             kept.restore()
@@ -347,7 +331,7 @@ class Check:
             if own is not None:
                 module.__dict__["configure_callbacks"] = own
 
-    def _take_error(self, name: str, error: Exception, before: int) -> None:
+    def _take_error(self, name: str, error: Exception) -> None:
         """Make a row of an error; one of reading data names the sample."""
         seen = self.seen
         stage = "train" if name == "fit" else name
@@ -372,13 +356,7 @@ class Check:
 
 
 def alone(trainer: Trainer, rows: Rows) -> Trainer:
-    """Return a Trainer with the same arguments, in this process alone and without what takes long.
-
-    Args:
-        trainer: the user's.
-        rows: where to say what is left out.
-
-    """
+    """Return a Trainer with the same arguments, in this process alone; rows say what is left out, as it takes long."""
     given = trainer.given_arguments
     changes: dict[str, Any] = {
         "speed": None,

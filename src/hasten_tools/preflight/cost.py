@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.tree import leaves, parameters_of
 from hasten.machine.host import available_memory_bytes
+from hasten_tools.preflight.loaders import sample_count
 from hasten_tools.preflight.monitors import amount
 from hasten_tools.preflight.report import Rows
 
@@ -59,7 +60,7 @@ def check_memory(run: Run, seen: Observations, rows: Rows) -> None:
 def check_resident(trainer: Trainer, run: Run, seen: Observations, rows: Rows) -> None:
     """Compare the size of the training data with the memory that ``resident`` would hold it in."""
     asked = trainer.given_arguments.get("resident")
-    samples, size = sum(_samples(loader) for loader in run.data.train.streams()), seen.sizes.get("train", 0)
+    samples, size = sum(map(sample_count, run.data.train.streams())), seen.sizes.get("train", 0)
     if not asked or not samples or not size or seen.first_batch is None:
         return
     of_batch = sum(leaf.nbytes for leaf in leaves(seen.first_batch[0]) if isinstance(leaf, torch.Tensor))
@@ -70,13 +71,6 @@ def check_resident(trainer: Trainer, run: Run, seen: Observations, rows: Rows) -
         rows.error("resident", f"{text}, and {amount(free)} are free.", "Leave resident out, or num_workers='auto'")
     elif free is not None:
         rows.ok("resident", f"{text}; {amount(free)} are free")
-
-
-def _samples(loader: Any) -> int:
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError, NotImplementedError):
-        return 0
 
 
 def step_bytes(run: Run, seen: Observations) -> dict[str, int]:

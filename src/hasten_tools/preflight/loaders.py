@@ -70,7 +70,7 @@ def _empty(source: StageData, name: str, loader: Any, rows: Rows) -> None:
     if source.is_switched_off:
         return
     dropped = isinstance(loader, DataLoader) and loader.drop_last and not is_iterable(loader)
-    count = _samples(loader)
+    count = sample_count(loader)
     if dropped and count:
         rows.error(
             name,
@@ -81,9 +81,11 @@ def _empty(source: StageData, name: str, loader: Any, rows: Rows) -> None:
         rows.error(name, "The loader has no batches.", f"Look at what {HOOK_OF[source.stage]} returns.")
 
 
-def _samples(loader: Any) -> int:
+def sample_count(loader: DataLoader[Any]) -> int:
+    """Return the number of samples of a loader's dataset; 0 if it is not known."""
     try:
-        return len(loader.dataset)
+        dataset: Any = loader.dataset
+        return len(dataset)
     except (TypeError, AttributeError, NotImplementedError):
         return 0
 
@@ -118,7 +120,7 @@ def _check_order(run: Run, source: StageData, name: str, loader: DataLoader[Any]
     plain = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
     in_order = plain and any(isinstance(sampler, SequentialSampler) for sampler in samplers)
     overfits = bool(run.arguments.overfit_batches)
-    if source.stage == "train" and in_order and not overfits and _samples(loader) > (loader.batch_size or 1):
+    if source.stage == "train" and in_order and not overfits and sample_count(loader) > (loader.batch_size or 1):
         rows.warning(
             name, "The samples come in the same order in each epoch: shuffle=False.", "DataLoader(..., shuffle=True)"
         )
@@ -175,7 +177,7 @@ def check_last_batch(run: Run, seen: Observations, length: Length, rows: Rows) -
     for loader in run.data.train.streams() if norms else ():
         if not isinstance(loader, DataLoader) or is_iterable(loader) or not loader.batch_size or loader.drop_last:
             continue
-        count, batches = _samples(loader), length_of(loader)
+        count, batches = sample_count(loader), length_of(loader)
         reads_all = batches is not None and length.batches >= batches and length.processes == 1
         if count % loader.batch_size == 1 and reads_all:
             name, layer = norms[0]
@@ -371,12 +373,11 @@ def failing_sample(loader: Iterable[Any]) -> tuple[str, Exception] | None:
 def sample_row(name: str, what: str, error: Exception) -> CheckRow:
     """Return the row of a sample that cannot be read."""
     row = row_of_error(error, name)
-    line = row.line
     if what == "collate_fn":
         seen = f"The samples of the first batch cannot be joined: {row.seen}"
     else:
         seen = f"{what} raises {row.seen}"
-    return CheckRow(name, "error", seen, line or "Mend or leave out that sample.", row.place or innermost(error))
+    return CheckRow(name, "error", seen, row.line or "Mend or leave out that sample.", row.place or innermost(error))
 
 
 def bad_row(batch: object) -> str:

@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from hasten._lib import rank_zero
@@ -76,23 +75,14 @@ def place_of(file: str, line: int) -> str:
     return f"{file if shown.startswith('..') else shown}:{line}"
 
 
-def _entries(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
-    for frame, line in traceback.walk_tb(trace):
-        yield frames.file_of(frame), line, frames.name_of(frame)
-
-
 def _entries_of_program(error: BaseException) -> list[tuple[str, int, str]]:
-    return [entry for entry in _entries(error.__traceback__) if not is_of_library(entry[0])]
+    trace = traceback.walk_tb(error.__traceback__)
+    entries = ((frames.file_of(frame), line, frames.name_of(frame)) for frame, line in trace)
+    return [entry for entry in entries if not is_of_library(entry[0])]
 
 
 def row_of_error(error: BaseException, name: str) -> CheckRow:
-    """Return the row of an error that fit would have raised.
-
-    Args:
-        error: the error.
-        name: of the row where the traceback does not lead through a hook or step of the program.
-
-    """
+    """Return the row of an error of fit; ``name`` is for one that leads through no hook or step of the program."""
     entries = _entries_of_program(error)
     # A check may be called from a method of the same name; the innermost hook is the one that failed.
     inner = next((each for *_, each in reversed(entries) if each in _METHODS), None)
@@ -153,22 +143,16 @@ def shortened(text: str) -> str:
 _OF_LIBRARIES = ("target size", "pin_memory", "optimizer.step()", "lr_scheduler.step()", "was called before", "worker")
 
 
-class Warned:
-    """The warnings of a block, as rows."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def take(self, message: Warning | str) -> None:
-        """Make a row of a warning, if it is about the program."""
-        text = " ".join(str(message).split())
-        source = _who_warns()
-        ours = is_builtin_file(source)
-        known = is_of_library(source) and any(part in text for part in _OF_LIBRARIES)
-        if any(noise in text for noise in _NOISE) or not (ours or known):
-            return
-        seen, advice = seen_and_fix(parts_of(message))
-        self._rows.warning(_name_of(text), shortened(seen), advice or remedy_for(text))
+def _take_warning(rows: Rows, message: Warning | str) -> None:
+    """Make a row of a warning, if it is about the program."""
+    text = " ".join(str(message).split())
+    source = _who_warns()
+    ours = is_builtin_file(source)
+    known = is_of_library(source) and any(part in text for part in _OF_LIBRARIES)
+    if any(noise in text for noise in _NOISE) or not (ours or known):
+        return
+    seen, advice = seen_and_fix(parts_of(message))
+    rows.warning(_name_of(text), shortened(seen), advice or remedy_for(text))
 
 
 def _who_warns() -> str:
@@ -205,10 +189,9 @@ def _name_of(text: str) -> str:
 @contextmanager
 def listening(rows: Rows) -> Iterator[None]:
     """Make rows of the warnings in the block, and keep hasten's own messages quiet; fit gives them again."""
-    warned = Warned(rows)
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        warned.take(message)
+        _take_warning(rows, message)
 
     with rank_zero.messages_later(), warnings.catch_warnings():
         warnings.simplefilter("always")

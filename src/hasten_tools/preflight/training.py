@@ -128,13 +128,13 @@ def check_schedulers(run: Run, length: Length, rows: Rows) -> None:
             _check_span(name, scheduler, calls, by_step=by_step, length=length, rows=rows)
 
 
-# By class: the attribute with the number of steps that a schedule is made for, and the argument.
+# By class: the argument with the number of steps that a schedule is made for, and attribute of the same name.
 _SPANS = (
-    (schedulers.OneCycleLR, "total_steps", "total_steps"),
-    (schedulers.CosineAnnealingLR, "T_max", "T_max"),
-    (schedulers.LinearLR, "total_iters", "total_iters"),
-    (schedulers.PolynomialLR, "total_iters", "total_iters"),
-    (schedulers.StepLR, "step_size", "step_size"),
+    (schedulers.OneCycleLR, "total_steps"),
+    (schedulers.CosineAnnealingLR, "T_max"),
+    (schedulers.LinearLR, "total_iters"),
+    (schedulers.PolynomialLR, "total_iters"),
+    (schedulers.StepLR, "step_size"),
 )
 
 
@@ -178,9 +178,9 @@ def _span_of(scheduler: Any) -> tuple[int, str] | None:
     """Return the number of steps that a schedule is made for, and the argument that says so."""
     if isinstance(scheduler, schedulers.MultiStepLR) and scheduler.milestones:
         return int(min(scheduler.milestones)), "milestones"
-    for kind, attribute, argument in _SPANS:
+    for kind, argument in _SPANS:
         if isinstance(scheduler, kind):
-            return int(getattr(scheduler, attribute)), argument
+            return int(getattr(scheduler, argument)), argument
     return None
 
 
@@ -235,12 +235,11 @@ def _check_loss(run: Run, seen: Observations, rows: Rows) -> bool:
     value = float(loss.sum())
     if seen.bad_input:
         why = "The data is not finite."
+    elif seen.bad_layer is not None:
+        name, kind, is_fine = seen.bad_layer
+        why = f"First not finite: the {'output' if is_fine else 'input'} of {name} ({kind})."
     elif bad := [name for name, p in run.module.named_parameters() if not bool(torch.isfinite(p).all())][:1]:
         why = f"The parameter {bad[0]} is not finite."
-        if seen.bad_layer is not None:
-            why = _layer(seen)
-    elif seen.bad_layer is not None:
-        why = _layer(seen)
     else:
         why = "The outputs of all layers are finite: the loss is computed so."
     rows.error(
@@ -249,12 +248,6 @@ def _check_loss(run: Run, seen: Observations, rows: Rows) -> bool:
         "Look at logarithms, divisions, square roots and means over nothing there: torch.log(x.clamp_min(1e-8)).",
     )
     return False
-
-
-def _layer(seen: Observations) -> str:
-    assert seen.bad_layer is not None
-    name, kind, is_fine = seen.bad_layer
-    return f"First not finite: the {'output' if is_fine else 'input'} of {name} ({kind})."
 
 
 def _check_gradients(run: Run, seen: Observations, rows: Rows) -> bool:

@@ -50,9 +50,7 @@ _KNOWN = frozenset({"example_input_array"})
 class Waits(TorchFunctionMode):
     """Records where the training step of a program reads values or frees memory, inside the block.
 
-    Args:
-        found: by place in the program, the number of batches and what was called there.
-
+    ``found`` has by place in the program the number of batches and what was called there.
     """
 
     def __init__(self, found: dict[str, tuple[int, dict[str, None], str]]) -> None:

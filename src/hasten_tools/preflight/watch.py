@@ -87,11 +87,7 @@ class NotFinite(BaseException):
 class StepWatch(Callback):
     """Watches the batches of a checked run, and records its observations in ``seen``.
 
-    Args:
-        seen: where to.
-        name_function: given the batch and its index, returns a sentence that names the function whose gradient is not
-            finite.
-
+    ``name_function`` returns, for a batch and its index, a sentence that names the function with a bad gradient.
     """
 
     def __init__(
@@ -191,19 +187,10 @@ class StepWatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Look at the batch, and watch its step."""
-        self._start_evaluation("validate", pl_module, batch, batch_idx, dataloader_idx)
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Look at the batch, and watch its step."""
-        self._start_evaluation("test", pl_module, batch, batch_idx, dataloader_idx)
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Look at the batch, and watch its step."""
-        self._start_evaluation("predict", pl_module, batch, batch_idx, dataloader_idx)
+        self._block.close()
+        if batch_idx == 0:
+            self._look_at(_stage_of(trainer), batch, dataloader_idx)
+            self._watch_step(pl_module)
 
     def on_validation_batch_end(
         self,
@@ -215,44 +202,13 @@ class StepWatch(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Note the outputs."""
-        self._end_evaluation("validate", outputs)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Note the outputs."""
-        self._end_evaluation("test", outputs)
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Note the outputs."""
-        self._end_evaluation("predict", outputs)
-
-    def _start_evaluation(
-        self, stage: str, module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int
-    ) -> None:
         self._block.close()
-        if batch_idx == 0:
-            self._look_at(stage, batch, dataloader_idx)
-            self._watch_step(module)
-
-    def _end_evaluation(self, stage: str, outputs: StepOutput) -> None:
-        self._block.close()
+        stage = _stage_of(trainer)
         self._seen.evaluated.add(stage)
         self._seen.outputs.setdefault(stage, _described(outputs))
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     # -- internal functions
 
@@ -280,6 +236,10 @@ class StepWatch(Callback):
             if name:
                 after = layer.register_forward_hook(_finding(seen, name))
                 self._block.callback(after.remove)
+
+
+def _stage_of(trainer: Trainer) -> str:
+    return "validate" if trainer.sanity_checking else str(trainer.state.stage)
 
 
 def _remembering(seen: Observations, name: str) -> Callable[..., None]:
@@ -341,12 +301,8 @@ class _SavedForBackward:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and not _is_wrapped(tensor)
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a class that has no memory itself, such as a DTensor."""
-    return type(tensor) not in (Tensor, nn.Parameter)
+    # Other classes, such as DTensor, have no memory themselves.
+    return tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter)
 
 
 # -- calls of loss functions

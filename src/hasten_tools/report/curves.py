@@ -73,14 +73,6 @@ class Curve:
     run: str = ""
 
 
-@dataclass(frozen=True)
-class _Name:
-    """What a logged name says."""
-
-    quantity: str
-    variant: str
-
-
 def draw(
     curves: Iterable[Curve], *, x: Axis = "step", smooth: float | None = None, log: bool = False, dark: bool = False
 ) -> Figure:
@@ -302,7 +294,7 @@ def stage_of(name: str) -> str:
         'validation'
 
     """
-    return next((_STAGES[word] for word in _words(name) if word in _STAGES), "training")
+    return next((_STAGES[word] for word in re.split(r"[_/.\- ]", name.lower()) if word in _STAGES), "training")
 
 
 def title_of(quantity: str) -> str:
@@ -331,15 +323,6 @@ def panel_of(name: str) -> tuple[str, str]:
         (('loss', 'validation'), ('acc', 'training'))
 
     """
-    read = _read_name(name)
-    return read.quantity, read.variant
-
-
-def _words(name: str) -> list[str]:
-    return re.split(r"[_/.\- ]", name.lower())
-
-
-def _read_name(name: str) -> _Name:
     plain, _, loader = name.partition("/dataloader_idx_")
     plain = re.sub(r"_(step|epoch)$", "", plain)
     parts = re.split(r"([_/.\- ])", plain)
@@ -349,9 +332,7 @@ def _read_name(name: str) -> _Name:
     quantity = "".join(
         (parts[place - 1] if number and place else "") + parts[place] for number, place in enumerate(kept)
     )
-    if not quantity:
-        quantity = plain
-    return _Name(quantity, f"{stage}, loader {loader}" if loader else stage)
+    return quantity or plain, f"{stage}, loader {loader}" if loader else stage
 
 
 def on_axis(curve: Curve, x: Axis) -> Curve:
@@ -556,11 +537,10 @@ def _panels(curves: list[Curve]) -> dict[str, list[tuple[str, Curve]]]:
     """Return the curves of each panel, with their variants; two names that say the same get two panels."""
     panels: dict[str, list[tuple[str, Curve]]] = {}
     for curve in curves:
-        read = _read_name(curve.name)
-        title = title_of(read.quantity)
-        others = panels.get(title, [])
-        taken = any(variant == read.variant and other.name != curve.name for variant, other in others)
-        panels.setdefault(title_of(curve.name) if taken else title, []).append((read.variant, curve))
+        quantity, variant = panel_of(curve.name)
+        title = title_of(quantity)
+        taken = any(other == variant and drawn.name != curve.name for other, drawn in panels.get(title, []))
+        panels.setdefault(title_of(curve.name) if taken else title, []).append((variant, curve))
     return panels
 
 

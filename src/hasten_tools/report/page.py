@@ -13,7 +13,7 @@ from typing import Any
 from hasten._lib.files import write_atomically
 from hasten._lib.optional import need
 from hasten_tools.report import page_curves, page_run
-from hasten_tools.report.read import RecordedRun, find_run, read_run
+from hasten_tools.report.read import SILENT_SECONDS, RecordedRun, find_run, read_run
 
 _PURPOSE = "hasten report"
 _FILES = Path(__file__).with_name("web")
@@ -24,11 +24,7 @@ MOST_RUNS = 7
 
 
 def render(runs: Sequence[RecordedRun], *, following: bool = False) -> str:
-    """Return the page of one run, or of several side by side.
-
-    Args:
-        runs: what ``read_run`` returned.
-        following: let the page load itself again every few seconds.
+    """Return the page of one run, or of several side by side; ``following``, it loads itself again every few seconds.
 
     Raises:
         ModuleNotFoundError: plotly or jinja2 is not installed.
@@ -82,10 +78,7 @@ def names(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def write(paths: Sequence[str | os.PathLike[str]], output: Path, *, following: bool = False) -> list[RecordedRun]:
-    """Read runs and write their page; a browser never sees half of it.
-
-    Returns:
-        the runs.
+    """Read runs, write their page, of which a browser never sees half, and return the runs.
 
     Raises:
         FileNotFoundError: there is no run there.
@@ -103,25 +96,18 @@ def follow(
 ) -> None:
     """Write the page again whenever a run has written something, until all have ended or a key interrupts.
 
-    Args:
-        paths: the runs.
-        output: the page.
-        say: called with a line when it begins and when it ends.
-        wait: seconds between two looks.
-
+    ``say`` is called with a line when it begins and when it ends; ``wait`` are the seconds between two looks.
     """
     files = [find_run(path) for path in paths]
     written: list[float] = []
-    begun = False
     try:
         while True:
             now = [os.path.getmtime(file) for file in files]
             if now != written:
-                written = now
                 runs = write(paths, output, following=True)
-            if not begun:
+            if not written:
                 say(f"{output}: written again while the run goes on. Ctrl-C ends this; the run is not touched.")
-                begun = True
+            written = now
             if not any(_goes_on(run, changed) for run, changed in zip(runs, now, strict=True)):
                 say("All runs have ended." if len(files) > 1 else f"The run has ended: {runs[0].state}.")
                 break
@@ -133,8 +119,6 @@ def follow(
 
 
 def _goes_on(run: RecordedRun, changed: float) -> bool:
-    from hasten_tools.report.read import SILENT_SECONDS
-
     return run.state == "running" or (run.state == "unknown" and time.time() - changed < SILENT_SECONDS)
 
 

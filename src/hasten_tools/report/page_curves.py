@@ -30,27 +30,16 @@ _FIGURES = {
 
 @dataclass
 class Panel:
-    """One figure of the page: all curves of a quantity.
-
-    Args:
-        title: of the figure.
-        unit: what the numbers are, if the title does not say it.
-        curves: plain data for the script of the page.
-
-    """
+    """One figure of the page: all curves of a quantity, as plain data for its script."""
 
     title: str
+    # What the numbers are, if the title does not say it.
     unit: str = ""
     curves: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Epochs:
-    """Where steps are within epochs: 2.5 is the middle of the third.
-
-    Args:
-        ends: the largest step of each epoch.
-
-    """
+    """Where steps are within epochs, of which ``ends`` are the largest steps: 2.5 is the middle of the third."""
 
     def __init__(self, ends: Mapping[int, int]) -> None:
         self._ends = ends

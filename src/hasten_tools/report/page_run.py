@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten_tools.report import goodput
 from hasten_tools.report.ranks import rank_rows, rank_sentence
-from hasten_tools.report.read import RecordedRun
+from hasten_tools.report.read import RecordedRun, as_number
 from hasten_tools.speed.trial_processes import speed_text
 
 # A part of a step that takes this share is worth a line.
@@ -86,7 +86,7 @@ def view(run: RecordedRun, name: str, place: int) -> RunView:
     shown.state_look, shown.state = _STATES.get(run.state, ("mute", run.state))
     shown.why = _why(run)
     shown.subtitle = _subtitle(run)
-    shown.tiles = _tiles(run)
+    shown.tiles = [*_progress_tiles(run), *_throughput_tiles(_totals(run.speed)), *_size_tiles(run)]
     shown.parts, shown.parts_note = _parts(run)
     shown.hints = _hints(run, shown.parts)
     shown.spent, shown.spent_note = _spent(run)
@@ -157,13 +157,6 @@ def count_text(number: float) -> str:
     return f"{number:.4g}"
 
 
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def _day(moment: float) -> str:
     return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
 
@@ -212,11 +205,6 @@ def _last_step(run: RecordedRun) -> tuple[int | None, int | None]:
         step, epoch = run.rows.last()
         return step + 1, epoch
     return None, None
-
-
-def _tiles(run: RecordedRun) -> list[_Tile]:
-    """Return label, figure and a small remark of each headline figure that is known."""
-    return [*_progress_tiles(run), *_throughput_tiles(_totals(run.speed)), *_size_tiles(run)]
 
 
 def _progress_tiles(run: RecordedRun) -> Iterator[_Tile]:
@@ -288,7 +276,7 @@ def _best(run: RecordedRun) -> tuple[str, float, int] | None:
     for line in run.checkpoints:
         if line.get("best") and isinstance(line.get("monitor"), Mapping):
             for name, value in line["monitor"].items():
-                if (number := _number(value)) is not None and math.isfinite(number):
+                if (number := as_number(value)) is not None and math.isfinite(number):
                     best = str(name), number, _steps_done(line)
     return best
 
@@ -365,19 +353,14 @@ def _ranks(run: RecordedRun) -> list[dict[str, str]]:
 
 @dataclass
 class _TimeUse:
-    """What the hints look at.
+    """What the hints look at."""
 
-    Args:
-        start: the line of the last start.
-        arguments: those of its Trainer.
-        share: of a step, by part.
-        totals: sums over all steps, such as "tokens".
-
-    """
-
+    # The line of the last start, and the arguments of its Trainer.
     start: Mapping[str, Any]
     arguments: Mapping[str, Any]
+    # Of a step, by part.
     share: dict[str, float]
+    # Sums over all steps, such as "tokens".
     totals: dict[str, float]
 
     @classmethod
@@ -394,19 +377,12 @@ class _TimeUse:
     def takes(self, part: str, at_least: float = _MUCH) -> bool:
         return self.share.get(part, 0.0) >= at_least
 
-    def percent(self, part: str) -> str:
-        return f"{self.share[part]:.0%}"
-
 
 def _hints(run: RecordedRun, parts: Sequence[Mapping[str, Any]]) -> list[Hint]:
     """Return what dominates, and the lines to write next."""
     use = _TimeUse.of(run, parts)
-    rules = (
-        _data_hint, _transfer_hint, _optimizer_hint, _callbacks_hint, _logging_hint, _checkpoints_hint, _padding_hint,
-    )  # fmt: skip
-    hints = [hint for rule in rules if (hint := rule(use)) is not None]
-    if sentence := rank_sentence(run.ranks):
-        hints.insert(0, Hint(sentence))
+    sentence = rank_sentence(run.ranks)
+    hints = [*([Hint(sentence)] if sentence else []), *_data_hint(use), *_part_hints(use), *_padding_hint(use)]
     if hints:
         return hints
     compute = use.share.get("forward", 0.0) + use.share.get("backward", 0.0)
@@ -415,63 +391,47 @@ def _hints(run: RecordedRun, parts: Sequence[Mapping[str, Any]]) -> list[Hint]:
         return [Hint(text, _faster_compute(use))]
     if use.share:
         first = max(use.share, key=lambda name: use.share[name])
-        text = f"{_PARTS.get(first, first)}: {use.percent(first)} of a step, the largest part. Nothing stands out."
+        text = f"{_PARTS.get(first, first)}: {use.share[first]:.0%} of a step, the largest part. Nothing stands out."
         return [Hint(text, _advise(use))]
     return []
 
 
-def _data_hint(use: _TimeUse) -> Hint | None:
-    if not use.takes("data"):
-        return None
-    text = f"Waiting for data takes {use.percent('data')} of the time"
-    if "num_workers" not in use.arguments:
-        return Hint(f"{text}.", 'Trainer(num_workers="auto")')
-    if "resident" not in use.arguments:
-        return Hint(f"{text}.", "Trainer(resident=True)")
-    return Hint(f"{text}: the dataset's own work per sample is what to make cheaper.")
+def _data_hint(use: _TimeUse) -> Iterator[Hint]:
+    if use.takes("data"):
+        text = f"Waiting for data takes {use.share['data']:.0%} of the time"
+        if "num_workers" not in use.arguments:
+            yield Hint(f"{text}.", 'Trainer(num_workers="auto")')
+        elif "resident" not in use.arguments:
+            yield Hint(f"{text}.", "Trainer(resident=True)")
+        else:
+            yield Hint(f"{text}: the dataset's own work per sample is what to make cheaper.")
 
 
-def _transfer_hint(use: _TimeUse) -> Hint | None:
-    if not use.takes("transfer") or "resident" in use.arguments:
-        return None
-    text = f"Copying batches to the device takes {use.percent('transfer')} of a step."
-    return Hint(text, 'Trainer(resident="device")  # if the data fits, else DataLoader(pin_memory=True)')
-
-
-def _optimizer_hint(use: _TimeUse) -> Hint | None:
-    if not use.takes("optimizer", 0.25) or "fused_optimizer" in use.arguments:
-        return None
-    return Hint(f"The optimizer takes {use.percent('optimizer')} of a step.", "Trainer(fused_optimizer=True)")
-
-
-def _callbacks_hint(use: _TimeUse) -> Hint | None:
-    if not use.takes("callbacks"):
-        return None
-    where = "Hooks that run at every step are the place to look."
-    return Hint(f"Callbacks take {use.percent('callbacks')} of a step. {where}", "")
-
-
-def _logging_hint(use: _TimeUse) -> Hint | None:
-    if not use.takes("logging"):
-        return None
+def _part_hints(use: _TimeUse) -> Iterator[Hint]:
+    """Yield a hint for each other part of a step that takes much, unless the argument against it is given."""
     every = use.arguments.get("log_every_n_steps")
     logs_often = isinstance(every, int) and every < 50
-    line = "Trainer(log_every_n_steps=50)  # or more" if logs_often else ""
-    return Hint(f"Logging takes {use.percent('logging')} of a step.", line)
+    rules = (
+        ("transfer", _MUCH, "resident", "Copying batches to the device takes {:.0%} of a step.",
+         'Trainer(resident="device")  # if the data fits, else DataLoader(pin_memory=True)'),
+        ("optimizer", 0.25, "fused_optimizer", "The optimizer takes {:.0%} of a step.",
+         "Trainer(fused_optimizer=True)"),
+        ("callbacks", _MUCH, "", "Callbacks take {:.0%} of a step. Hooks that run at every step are the place to look.",
+         ""),
+        ("logging", _MUCH, "", "Logging takes {:.0%} of a step.",
+         "Trainer(log_every_n_steps=50)  # or more" if logs_often else ""),
+        ("checkpoints", _MUCH, "", "Saving checkpoints takes {:.0%} of a step.",
+         "ModelCheckpoint(every_n_train_steps=...)  # save less often"),
+    )  # fmt: skip
+    for part, at_least, argument, text, line in rules:
+        if use.takes(part, at_least) and argument not in use.arguments:
+            yield Hint(text.format(use.share[part]), line)
 
 
-def _checkpoints_hint(use: _TimeUse) -> Hint | None:
-    if not use.takes("checkpoints"):
-        return None
-    text = f"Saving checkpoints takes {use.percent('checkpoints')} of a step."
-    return Hint(text, "ModelCheckpoint(every_n_train_steps=...)  # save less often")
-
-
-def _padding_hint(use: _TimeUse) -> Hint | None:
+def _padding_hint(use: _TimeUse) -> Iterator[Hint]:
     useful, tokens = use.totals.get("useful_tokens"), use.totals.get("tokens")
-    if not useful or not tokens or useful / tokens >= 0.85 or {"batching", "packed"} & set(use.arguments):
-        return None
-    return Hint(f"{1 - useful / tokens:.0%} of the tokens are padding.", "Trainer(packed=True)")
+    if useful and tokens and useful / tokens < 0.85 and not {"batching", "packed"} & set(use.arguments):
+        yield Hint(f"{1 - useful / tokens:.0%} of the tokens are padding.", "Trainer(packed=True)")
 
 
 def _faster_compute(use: _TimeUse) -> str:
@@ -485,12 +445,9 @@ def _faster_compute(use: _TimeUse) -> str:
 
 
 def _advise(use: _TimeUse) -> str:
-    return f"hasten advise {_program(use.start)}  # measures what would be faster"
-
-
-def _program(start: Mapping[str, Any]) -> str:
-    program = start.get("program")
-    return shlex.quote(Path(str(program)).name) if program else "program.py"
+    program = use.start.get("program")
+    name = shlex.quote(Path(str(program)).name) if program else "program.py"
+    return f"hasten advise {name}  # measures what would be faster"
 
 
 # -- lists
@@ -509,7 +466,7 @@ def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:
         monitor = line.get("monitor") if isinstance(line.get("monitor"), Mapping) else {}
         assert monitor is not None
         metrics = ", ".join(
-            f"{name} {count_text(number) if (number := _number(value)) is not None else value}"
+            f"{name} {count_text(number) if (number := as_number(value)) is not None else value}"
             for name, value in monitor.items()
         )
         size = line.get("bytes")
@@ -623,7 +580,7 @@ def _advice(run: RecordedRun) -> dict[str, Any] | None:
         {
             "name": str(row.get("name", "")),
             "verdict": str(row.get("verdict", "")),
-            "factor": speed_text(_number(row.get("factor")), _number(row.get("low")), _number(row.get("high"))),
+            "factor": speed_text(*(as_number(row.get(name)) for name in ("factor", "low", "high"))),
         }
         for row in rows
     ]

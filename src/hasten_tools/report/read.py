@@ -104,7 +104,7 @@ class RecordedRun:
         found: dict[str, list[tuple[float, float, float, float]]] = {}
         several = len({name for line in self.speed for name in line.get("lr") or {}}) > 1
         for line in self.speed:
-            epoch = _number(line.get("epoch"))
+            epoch = as_number(line.get("epoch"))
             place = int(line["step"]), math.nan if epoch is None else epoch, float(line["time"])
             for name, value in _figures(line, several_rates=several):
                 found.setdefault(name, []).append((*place, value))
@@ -125,15 +125,11 @@ class RecordedRun:
         seconds = 0.0
         begins = [float(start["time"]) for start in self.starts] or [self.rows.began or time]
         for index, began in enumerate(begins):
-            until = self._last_of(index)
             if time <= began:
                 break
-            seconds += min(time, until if index + 1 < len(begins) else time) - began
+            is_over = index < min(len(begins) - 1, len(self.lasts))
+            seconds += min(time, self.lasts[index] if is_over else time) - began
         return max(0.0, seconds)
-
-    def _last_of(self, attempt: int) -> float:
-        lasts = self.lasts
-        return lasts[attempt] if attempt < len(lasts) else math.inf
 
     # When the last line of each attempt was written.
     lasts: list[float] = field(default_factory=list)
@@ -307,8 +303,8 @@ def _add_line(run: RecordedRun, path: Path, line: dict[str, Any], *, number: int
         run.ends.append(None)
         run.end = None
     elif kind == "row":
-        epoch, given = _number(line.get("epoch")), line.get("values") or {}
-        values = {name: value for name, one in dict(given).items() if (value := _number(one)) is not None}
+        epoch, given = as_number(line.get("epoch")), line.get("values") or {}
+        values = {name: value for name, one in dict(given).items() if (value := as_number(one)) is not None}
         whole = None if epoch is None or not math.isfinite(epoch) else int(epoch)
         run.rows.add(number, step=int(line["step"]), epoch=whole, time=float(line["time"]), values=values)
     elif kind in _LISTS:
@@ -377,10 +373,11 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return None
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: str | float | None) -> float | None:
+    """Return a value of a record as a number; None if it is none."""
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
+        return float(value) if isinstance(value, (str, int, float)) else None
+    except (ValueError, OverflowError):
         return None
 
 
@@ -413,7 +410,7 @@ def _read_metrics(run: RecordedRun, path: Path) -> None:
 
 
 def _add_cells(run: RecordedRun, texts: Mapping[str, Any], number: int) -> None:
-    values = {name: value for name, text in texts.items() if name and (value := _number(text)) is not None}
+    values = {name: value for name, text in texts.items() if name and (value := as_number(text)) is not None}
     step, epoch = values.pop("step", float(number)), values.pop("epoch", None)
     if values and abs(step) < LARGEST_STEP:
         whole = None if epoch is None or not math.isfinite(epoch) else int(epoch)
@@ -432,7 +429,7 @@ def _complete(reader: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _figures(line: Mapping[str, Any], *, several_rates: bool) -> Iterator[tuple[str, float]]:
     """Yield name and value of each figure in a line about speed."""
-    number = {name: _number(value) for name, value in line.items()}
+    number = {name: as_number(value) for name, value in line.items()}
     seconds = number.get("seconds")
     if seconds and seconds > 0:
         for name, key in zip(SPEEDS, ("samples", "tokens"), strict=True):
@@ -445,5 +442,5 @@ def _figures(line: Mapping[str, Any], *, several_rates: bool) -> Iterator[tuple[
     if memory := number.get("memory_bytes"):
         yield "memory", memory / 2**30
     for name, rate in (line.get("lr") or {}).items():
-        if (value := _number(rate)) is not None:
+        if (value := as_number(rate)) is not None:
             yield f"lr-{name}" if several_rates else "lr", value

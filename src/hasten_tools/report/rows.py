@@ -37,18 +37,14 @@ class RecordedColumn:
 
 @dataclass(eq=False)
 class _Part:
-    """Rows with the same names.
+    """Rows with the same names."""
 
-    Args:
-        numbers: of their lines, growing.
-        values: by name; in float32 where this holds them exactly.
-
-    """
-
+    # Of their lines, growing.
     numbers: Ints
     steps: Ints
     epochs: Floats
     times: Floats
+    # By name; in float32 where this holds them exactly.
     values: dict[str, Any]
 
     def only(self, kept: Flags) -> _Part:
@@ -148,17 +144,10 @@ class LoggedRows:
         return others
 
     def add_cells(self, block: Block, begin: int, names: Sequence[str], before: int) -> tuple[Ints, Ints]:
-        """Add the lines of a table of comma-separated values without quotation marks.
+        """Add the lines of a table of comma-separated values without quotation marks, from ``begin`` on.
 
-        Args:
-            block: the lines.
-            begin: the first of them that is not the header.
-            names: of the columns.
-            before: how many rows the table has before these.
-
-        Returns:
-            the lines that have more or fewer cells than names, and the number of the row that each line is.
-
+        Returns the lines that have more or fewer cells than names, and the number of the row that each line is, if the
+        table has so many rows ``before``.
         """
         ends = block.ends - (block.text[block.ends - 1] == ord("\r"))
         is_row = ends > block.begins
@@ -293,12 +282,7 @@ def _in_order(parts: Sequence[_Part]) -> _Place:
 
 
 class _Form:
-    """Rows with the same names in the same order, as the record writes them.
-
-    Args:
-        names: at least one.
-
-    """
+    """Rows with the same names, at least one, in the same order, as the record writes them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names

@@ -58,20 +58,14 @@ _changes: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDiction
 def advise(
     trainer: Trainer,
     model: LightningModule,
-    train_dataloaders: Dataloaders = None,
-    datamodule: LightningDataModule | None = None,
+    train_dataloaders: Dataloaders,
+    datamodule: LightningDataModule | None,
     *,
-    levers: Iterable[Lever | str] | None = None,
-    rounds: int = 3,
-    steps: int | None = None,
-    warm_up: int = 3,
-    seeds: int = 1,
-    combine: bool = True,
-    budget_seconds: float | None = 90.0,
-    timeout_seconds: float = 900.0,
-    verbose: bool = True,
+    levers: Iterable[Lever | str] | None,
+    verbose: bool,
+    **amount: Any,
 ) -> Advice:
-    """Measure which switches make this training faster; arguments, result and errors are as of ``Trainer.advise``."""
+    """Measure which switches make this training faster; see ``Trainer.advise``, and ``Plan`` for the amount."""
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
 
@@ -85,7 +79,7 @@ def advise(
             "Trainer.advise(): there is no data.",
             fix=f"Pass train_dataloaders=..., a datamodule, or define {type(model).__name__}.train_dataloader().",
         )
-    plan = Plan(rounds, steps, warm_up, seeds, combine, budget_seconds, timeout_seconds)
+    plan = Plan(**amount)
 
     def say(line: str) -> None:
         if verbose:
@@ -104,12 +98,7 @@ def advise(
 def program_of(
     trainer: Trainer, model: LightningModule, train_dataloaders: Dataloaders, datamodule: LightningDataModule | None
 ) -> Program:
-    """Return the program of the trials of a model in memory.
-
-    Raises:
-        TypeError: it cannot be sent to other processes.
-
-    """
+    """Return the program of the trials of a model in memory; ``TypeError`` if it cannot be sent to other processes."""
     payload = {
         "an argument of the Trainer": trainer.given_arguments,
         "the class of the Trainer": type(trainer),
@@ -143,12 +132,9 @@ def program_of(
         "path": sys.path[:], "argv": sys.argv[:], "main": main, "alias": names, "payload": pickled,
     })  # fmt: skip
     # In the order in which they were imported. Those without a file are of Python itself, or Lightning's names.
-    modules = [name for name, one in list(sys.modules.items()) if not name.startswith("__") and _has_file(one)]
+    imported = [(name, getattr(one, "__file__", None)) for name, one in list(sys.modules.items())]
+    modules = [name for name, file in imported if file is not None and not name.startswith("__")]
     return Program(type(model).__name__, "hasten_tools.commands.trial:train_copy", payload=sent, preload=modules)
-
-
-def _has_file(module: object) -> bool:
-    return getattr(module, "__file__", None) is not None
 
 
 @contextmanager
@@ -393,14 +379,9 @@ def together(first: Advice, found: Advice, chosen: Sequence[Lever]) -> Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The levers of the run that saved a checkpoint, as a part of it.
+    """The names of the levers of the run that saved a checkpoint, and how many batches were done."""
 
-    Args:
-        levers: their names; None if the run did not choose any, or if there is no checkpoint.
-        batches: how many batches were done.
-
-    """
-
+    # None if the run did not choose any, or if there is no checkpoint.
     levers: list[str] | None = None
     batches: float = 0.0
 

@@ -15,8 +15,8 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -83,37 +83,31 @@ _MOST_STEPS = 50
 Levers = tuple[Lever, ...]
 # Batches of the whole training -> steps to time; 0 to train none.
 Steps = Callable[[float], int]
+_no_steps: Steps = lambda batches: 0  # noqa: E731
 
 
 @dataclasses.dataclass
 class Sight:
-    """The observations of a try.
+    """The observations of a try."""
 
-    Args:
-        facts: about device, model and data.
-        batches: batches of the whole training; infinite if nothing limits it.
-        epochs: epochs of the whole training.
-        seconds: how long the try took, everything included.
-        numbers: loss and gradients of a few samples without dropout; empty if they cannot be had.
-        check_seconds: how long these took.
-        check_faults: pages of memory that they needed.
-        shares: the parts of a step spent waiting for data ("data") and in the optimizer ("optimizer"), 0 to 1.
-        turn: the steps that were timed; None if there were none.
-        coarse: the program computes with less than 32 bits itself.
-        apart: how the samples of the first batch affect one another, where that was asked.
-
-    """
-
+    # About device, model and data.
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Of the whole training; infinite if nothing limits it.
     batches: float = math.inf
     epochs: float = math.inf
+    # How long the try took, everything included.
     seconds: float = 0.0
+    # Loss and gradients of a few samples without dropout, empty if they cannot be had; what they took.
     numbers: list[float] = dataclasses.field(default_factory=list)
     check_seconds: float = 0.0
     check_faults: int = 0
+    # The parts of a step spent waiting for data ("data") and in the optimizer ("optimizer"), 0 to 1.
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    # The steps that were timed; None if there were none.
     turn: Turn | None = None
+    # Whether the program computes with less than 32 bits itself.
     coarse: bool = False
+    # How the samples of the first batch affect one another, where that was asked.
     apart: str | None = None
 
 
@@ -129,30 +123,18 @@ class TrialPlace(Protocol):
 
 @dataclasses.dataclass
 class Choice:
-    """The chosen levers, and the measurements behind the choice.
+    """The chosen levers, and the measurements behind the choice."""
 
-    Args:
-        advice: for the record and for the next run.
-        left_seconds: what is left of the allowance; infinite if nothing limits the training.
-
-    """
-
+    # For the record and for the next run.
     advice: Advice
+    # What is left of the allowance; infinite if nothing limits the training.
     left_seconds: float
 
 
 class FirstChoice:
-    """One choice for a training.
+    """One choice for a training, of levers of which ``most`` is the least safe class, by tries in a place.
 
-    Args:
-        place: where lines are tried.
-        most: the least safe class of a lever that may be switched on.
-        title: of the program.
-        given: the Trainer's own arguments.
-        levers: those that may be switched on.
-        done: batches of the training that were done before, in the run that this one continues.
-        clock: seconds.
-
+    ``given`` are the Trainer's own arguments, ``done`` the batches of the run that this one continues.
     """
 
     def __init__(
@@ -175,10 +157,7 @@ class FirstChoice:
         self._comparison: Comparison | None = None
 
     def choose(self, known_batches: float = math.inf) -> Choice | None:
-        """Return what pays; None for a training that is too short to look at.
-
-        Args:
-            known_batches: number of training batches, if it is known before the training is set up.
+        """Return what pays; None for a training that is too short to look at, which the number of batches may show.
 
         Raises:
             TrialError: the unchanged program cannot be tried.
@@ -253,7 +232,7 @@ class FirstChoice:
             if not wanted[name] or not self._may(lever) or (packs and name in ("packed tokens", "batches by length")):
                 continue
             if name == "batches by length":
-                apart = self._place.look((), no_steps, checks=False, asks_apart=True).apart
+                apart = self._place.look((), _no_steps, checks=False, asks_apart=True).apart
                 if apart is not None:
                     text = "the samples of a batch affect one another in this model, so other batches train another"
                     self._refused(lever, f"{text}: {apart}", words.REFUSED)
@@ -273,8 +252,7 @@ class FirstChoice:
             return False
         if facts["held_tensors"]:
             return True
-        epochs = sight.epochs if math.isfinite(sight.epochs) else math.inf
-        return epochs > 1 and sight.shares.get("data", 0.0) >= _MUCH_WAITING
+        return sight.epochs > 1 and sight.shares.get("data", 0.0) >= _MUCH_WAITING
 
     def _fresh_share(self) -> float:
         """Return the share of a step that the system takes to provide memory."""
@@ -291,7 +269,7 @@ class FirstChoice:
             # Only where batches stay can a few samples be compared, and only some levers change what they compute.
             compares = [lever for lever in levers if "packed" in lever.arguments]
             try:
-                sight = self._place.look(levers, no_steps, checks=bool(compares))
+                sight = self._place.look(levers, _no_steps, checks=bool(compares))
             except TrialError as error:
                 levers = self._without_one(levers, error.text, words.REFUSED if error.refused else "failed")
                 continue
@@ -457,15 +435,7 @@ def others(levers: Sequence[Lever]) -> list[Lever]:
 
 
 class InPlace:
-    """Tries lines of levers on the model of a Trainer.
-
-    Args:
-        trainer: its arguments are used for every try; it does not change.
-        model: trained for a few steps, and restored.
-        train_dataloaders: the data.
-        datamodule: gives the data instead.
-
-    """
+    """Tries lines of levers on the model of a Trainer: it is trained for a few steps, and restored."""
 
     def __init__(
         self,
@@ -484,11 +454,7 @@ class InPlace:
     def look(self, levers: Levers, steps: Steps, *, checks: bool = True, asks_apart: bool = False) -> Sight:
         """Look at the first batch with these levers on, then train one step and time so many more.
 
-        Args:
-            levers: what is on.
-            steps: how many, by the batches of the whole training.
-            checks: compute a few samples without dropout.
-            asks_apart: find out whether the samples of the first batch affect one another.
+        ``checks`` computes a few samples without dropout; ``asks_apart`` finds out whether samples affect one another.
 
         Raises:
             TrialError: the program or a lever refuses, or a step fails.
@@ -497,7 +463,9 @@ class InPlace:
         watch = _Watch(checks=checks, asks_draws=not levers, asks_apart=asks_apart)
         began = time.perf_counter()
         try:
-            with _silent(), ExitStack() as undo_all:
+            # Important messages are repeated when the training begins.
+            with messages_later(), warnings.catch_warnings(), ExitStack() as undo_all:
+                warnings.simplefilter("ignore")
                 other = self._trainer.with_arguments(**self._arguments(levers))
                 for lever in levers:
                     undo = function_at(lever.place)(other, self._model) if lever.place is not None else None
@@ -685,11 +653,6 @@ class _Watch(Callback):
         sight.shares = {"data": self._waited / total, "optimizer": self._stepped / total}
 
 
-def no_steps(batches: float) -> int:
-    """Return 0: the first batch is looked at, and none is trained."""
-    return 0
-
-
 def steps_of(step_seconds: float) -> int:
     """Return the number of steps of a turn in this process.
 
@@ -700,11 +663,3 @@ def steps_of(step_seconds: float) -> int:
 
     """
     return min(_MOST_STEPS, max(1, round(_TURN_SECONDS / max(step_seconds, 1e-9))))
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress messages: important ones are repeated when the training begins."""
-    with messages_later(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

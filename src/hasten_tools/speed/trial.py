@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.connection import Client, Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -205,8 +205,7 @@ def function_at(place: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{place!r} is not a function that can be imported: {error}.") from error
-    function: Callable[..., Any] = found
-    return function
+    return cast("Callable[..., Any]", found)
 
 
 def leave(scratch: str = "") -> NoReturn:

@@ -299,13 +299,7 @@ class DatasetReader:
 
 
 class _Gathered:
-    """Samples of a dataset in order: in columns while they are of one kind, and then one by one.
-
-    Args:
-        count: the number of samples of the dataset.
-        allocate: returns the memory for a column.
-
-    """
+    """The ``count`` samples of a dataset in order: in columns while they are of one kind, and then one by one."""
 
     def __init__(self, count: int, allocate: Allocate | None) -> None:
         self._count, self._allocate = count, allocate

@@ -11,9 +11,9 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import is_sharded
 from hasten.strategies.mesh.blocks import name_of
-from hasten.strategies.mesh.sizes import TENSOR, MeshSizes
+from hasten.strategies.mesh.sizes import EXPERT, TENSOR, MeshSizes
+from hasten.strategies.mesh.stages import is_absent
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +92,25 @@ class LayerSplit:
         """Whether a program says how to split layers."""
         return self._plan is not None or self._function is not None
 
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether activations between blocks are split along the sequence."""
+        return self._options["sequence_parallel"]
+
+    def check_beside_stages(self) -> None:
+        """Refuse what knows nothing of stages.
+
+        Raises:
+            ValueError: a function or the module itself would split layers that this process does not have.
+
+        """
+        if self._plan is None:
+            raise MisconfigurationException(
+                f"{self._owner}(pipeline=..., {self._argument}=...): only a plan knows which layers a stage has.",
+                fix="Pass plan='auto' or plan={name: style}.",
+                argument="plan",
+            )
+
     def apply(self, module: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> None:
         """Split the layers of ``module``, in place.
 
@@ -105,7 +124,7 @@ class LayerSplit:
             TypeError: ``parallelize_fn`` returned something else than the module.
 
         """
-        is_divided = any(map(is_sharded, module.parameters()))
+        is_divided = any(map(_is_divided, module.parameters()))
         if self._plan is not None:
             self._apply_plan(module, mesh, sizes.tensor)
         elif self._function is not None and not is_divided:
@@ -124,7 +143,7 @@ class LayerSplit:
                 f"{self._owner}(): nothing divides {name_of(module)}.",
                 fix="Pass plan='auto' or plan={name: style}, or divide it in configure_model() with self.device_mesh.",
             )
-        if sizes.tensor > 1 and not any(map(_is_split, module.parameters())):
+        if sizes.tensor > 1 and not self.styles and not any(map(_is_split, module.parameters())):
             rank_zero_warn(
                 f"{self._owner}({self._argument}={sizes.tensor}): nothing divides the layers of "
                 f"{name_of(module)} over a group, so its {sizes.tensor} processes compute the same.",
@@ -139,13 +158,13 @@ class LayerSplit:
             # There is nothing to split, but a name that is wrong here is also wrong with more processes.
             resolve(module, self._plan, 1, **self._options)
         else:
-            self.styles = apply_plan(module, mesh[TENSOR], self._plan, **self._options)
-        if self._plan == "auto" and self.styles:
-            self._warn_of_little(module)
+            self.styles = {**apply_plan(module, mesh[TENSOR], self._plan, **self._options), **self.styles}
+            if self._plan == "auto":
+                self._warn_of_little(module)
 
     def _warn_of_little(self, module: nn.Module) -> None:
         """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
-        parameters = list(module.parameters())
+        parameters = [parameter for parameter in module.parameters() if not is_absent(parameter)]
         places = ((p.numel(), getattr(p, "placements", ())) for p in parameters)
         split = sum(size for size, found in places if not all(place.is_replicate() for place in found))
         total = sum(p.numel() for p in parameters)
@@ -168,6 +187,12 @@ class LayerSplit:
     def close(self) -> None:
         """Compute losses as before."""
         self._loss_context.close()
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter that is not of experts is divided."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and EXPERT not in (mesh.mesh_dim_names or ())
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from hasten.strategies.mesh.blocks import (
     is_manual,
     name_of,
 )
-from hasten.strategies.mesh.sizes import TENSOR, ShardLayout
+from hasten.strategies.mesh.sizes import EXPERT, TENSOR, ShardLayout
 from hasten.strategies.mesh.stages import is_absent
 from hasten.strategies.sharded import keep_class_name, sharded_parts
 
@@ -155,6 +156,28 @@ class ParameterShards:
             if isinstance(part, torch_private.NormBase) and part.track_running_stats:
                 self._shard_part(part, partial(shard, mp_policy=in_full))
 
+    def shard_experts(self, experts: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+        """Call ``fully_shard`` on modules that hold some of the experts; called before ``apply``.
+
+        Args:
+            experts: the modules, changed in place.
+            mesh: the processes that have the same experts: (shards,) or (copies, shards).
+
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        # Their inputs keep the types that they have in a block.
+        policy = replace(self._policy, cast_forward_inputs=False, output_dtype=None)
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=self._offload_policy,
+            shard_placement_fn=partial(_by_features, mesh.size(-1)),
+        )
+        for part in experts:
+            self._shard_part(part, shard, after=self._reshards)
+
     def _shard_part(self, part: nn.Module, shard: Callable[..., Any], after: bool | None = None) -> bool:
         from torch.distributed.fsdp import FSDPModule
 
@@ -230,7 +253,14 @@ def _layout(module: nn.Module, rest: list[nn.Module], mesh: DeviceMesh) -> Shard
 
 def _is_sharded_over_groups(parameter: nn.Parameter) -> bool:
     mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and tuple(mesh.mesh_dim_names or ()) != (TENSOR,)
+    return mesh is not None and tuple(mesh.mesh_dim_names or ()) not in ((TENSOR,), (EXPERT,))
+
+
+def _by_features(shards: int, parameter: nn.Parameter) -> Any:
+    """Return how a parameter of experts is sharded: each expert evenly if possible, because a process has few."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % shards == 0 else None
 
 
 # -- arguments

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.tree import by_kind, leaves, map_tensors, move_to
+from hasten._lib.tree import by_kind, is_sharded, leaves, map_tensors, move_to, weighed
 from hasten.batching.split import join, measure, split
 from hasten.strategies.mesh.blocks import is_manual, name_of
 from hasten.strategies.mesh.schedule import Schedule, Stage, check_stage_tensor
-from hasten.strategies.mesh.sizes import PIPELINE
+from hasten.strategies.mesh.sizes import PIPELINE, TENSOR
 from hasten.strategies.mesh.stages import Stages
 from hasten.strategies.sharded import local_part, roots_of, total_norm
 
 if TYPE_CHECKING:
     from hasten.strategies.mesh.strategy import MeshStrategy
 
-# A module by name, and what its method ``log`` was called with.
-LogCall = tuple[str, dict[str, Any]]
+# A module by name, what its method ``log`` was called with, and the weight of means in this process, if it has one.
+LogCall = tuple[str, dict[str, Any], Tensor | None]
 # Methods of a strategy that all processes have to call.
 _COLLECTIVE = ("all_gather", "all_reduce", "barrier", "broadcast", "gather_objects")
 
@@ -42,7 +42,7 @@ class _Results:
         output: what the step returns, with the loss of a training step apart.
         loss: the loss of a training step, a tensor of one element.
         weight: the sum of "loss_weight" over the micro-batches; None if the step returns none.
-        calls: the calls of ``self.log``: the name of the module that logs, and the arguments.
+        calls: the calls of ``self.log``.
 
     """
 
@@ -109,14 +109,21 @@ class Pipeline:
         split: Sequence[str] | None,
         micro_batches: int | None,
     ) -> None:
-        self._strategy, self._owner, self._split = strategy, strategy.owner, split
-        self._processes = processes
+        self._strategy, self._owner = strategy, strategy.owner
+        self.processes = processes
+        self.arguments: dict[str, Any] = {"schedule": schedule, "split": split, "micro_batches": micro_batches}
         stages = None if split is None else len(split) + 1
         self.schedule = Schedule(schedule, processes, stages, micro_batches, self._owner)
         self._stages: Stages | None = None
         self._module: nn.Module | None = None
         self._rank = 0
+        # The micro-batches of the last batch of training.
+        self.parts = 0
+        # Whether there are no other processes, see ``simulate_one_process``.
+        self._is_alone = False
         self._batch: _Batch | None = None
+        # See ``weighing``.
+        self._weight: Tensor | None = None
         # The gradients of the last batch.
         self._found: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -138,7 +145,10 @@ class Pipeline:
         self._rank = self._strategy.device_mesh.get_local_rank(PIPELINE)
         self._group = self._strategy.device_mesh.get_group(PIPELINE)
         mine = self.schedule.stages_of(self._rank)
-        self._stages = stages = Stages(module, self.schedule.stages, self._split, mine, self._owner)
+        sequences = self._strategy.device_mesh[TENSOR] if self._strategy.divides_activations else None
+        self._stages = stages = Stages(
+            module, self.schedule.stages, self.arguments["split"], mine, self._owner, sequences
+        )
         stages.leave_out(module, device)
         shard()
         stages.divide_forward()
@@ -157,8 +167,15 @@ class Pipeline:
             for name, parameter in module.named_parameters()
             if len(holders := self._holders(name)) > 1 and self._rank in holders
         ]
-        # Processes connect now, all at once.
-        dist.barrier(self._group)
+        if not self._is_alone:
+            # Processes connect now, all at once.
+            dist.barrier(self._group)
+
+    def simulate_one_process(self) -> None:
+        """Compute the stages of one process while no other exists: what it gets has the right shape, and no values."""
+        self._is_alone = True
+        own: Any = self
+        own._shared = lambda results: results if self._is_last else _Results(loss=torch.zeros(()))
 
     def check(self, module: nn.Module) -> bool:
         """Return whether the module has been divided before.
@@ -182,19 +199,26 @@ class Pipeline:
             raise self._refused(
                 f"{name_of(module)} is on the meta device.", "Make it on the CPU: each process keeps its stages."
             )
+        if any(map(is_sharded, module.parameters())):
+            raise self._refused(
+                f"{name_of(module)} has divided its layers itself, also those of other stages.", "Use shard= and plan=."
+            )
         return False
 
     def _refused(self, what: str, fix: str) -> Exception:
-        return MisconfigurationException(f"{self._owner}(pipeline={self._processes}): {what}", fix=fix)
+        return MisconfigurationException(f"{self._owner}(pipeline={self.processes}): {what}", fix=fix)
 
     # -- a step
 
-    def step(self, function: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+    def step(
+        self, function: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
         """Return a step that computes forward on all stages, and with ``trains`` backward.
 
         Args:
             function: a step of the user's module.
             trains: whether it returns a loss.
+            weighing: returns a context in which logged means count by a weight.
 
         """
         compute = self._train if trains else self._evaluate
@@ -202,13 +226,23 @@ class Pipeline:
         @functools.wraps(function)
         def on_stages(batch: Any, *arguments: Any) -> Any:
             results = self._shared(compute(function, batch, arguments))
-            for name, given in results.calls:
+            for name, given, weight in results.calls:
                 assert self._module is not None
                 part: Any = self._module.get_submodule(name)
-                part.log(**given)
+                with nullcontext() if weight is None else weighing(weight):
+                    part.log(**given)
             return self._deferred(results) if trains else results.output
 
         return on_stages
+
+    @contextmanager
+    def weighing(self, weight: Tensor) -> Iterator[None]:
+        """Note the weight of means that a step logs, for when all stages log them."""
+        self._weight = weight
+        try:
+            yield
+        finally:
+            self._weight = None
 
     def _train(self, function: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> _Results:
         module, strategy = self._module, self._strategy
@@ -217,11 +251,8 @@ class Pipeline:
         parts = split(batch, math.ceil(measure(batch) / self.schedule.micro_batches))
         self._batch = _Batch(function, [(part, *arguments) for part, _ in parts], [count for _, count in parts])
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        flags = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
-        kinds: list[Hashable] = [(_kind(part), flags) for part, _ in parts]
-        for stage in self._own.values():
-            stage.begin(kinds, sends_headers=not self._seen.issuperset(kinds))
-        self._seen.update(kinds)
+        self._begin(module, self._batch)
+        self.parts = len(parts)
         if len(parts) not in self._schedules:
             self._schedules[len(parts)] = self.schedule.make([*self._own.values()], len(parts))
         # Gradients of earlier batches are put aside: what this batch adds is reduced, and scaled in backward.
@@ -239,6 +270,20 @@ class Pipeline:
             for parameter, gradient in zip(trained, earlier, strict=True):
                 parameter.grad = gradient
         return self._joined() if self._is_last else _Results()
+
+    def _begin(self, module: nn.Module, batch: _Batch) -> None:
+        """Tell the stages of this process what the micro-batches look like."""
+        assert self._stages is not None
+        flags = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+        kinds: list[Hashable] = [(_kind(part), flags) for part in batch.parts]
+        is_new = not self._seen.issuperset(kinds)
+        for stage in self._own.values():
+            stage.begin(kinds, sends_headers=is_new and not self._is_alone)
+            if is_new and self._is_alone and not stage.is_first:
+                like = self._strategy.engine.as_forward(self._stages.input_of, module)
+                for kind, part in zip(kinds, batch.parts, strict=True):
+                    stage.expect(kind, like(stage.stage_index, batch.function, part))
+        self._seen.update(kinds)
 
     @property
     def _is_last(self) -> bool:
@@ -266,8 +311,8 @@ class Pipeline:
                 fix="Return the loss, or 0 * loss.",
             )
         batch.outputs.append(_detached(rest))
-        weight = rest.get("loss_weight")
-        return loss.reshape(()) * (batch.sizes[place] / sum(batch.sizes) if weight is None else weight)
+        weight, whole = rest.get("loss_weight"), _whole(loss)
+        return whole.reshape(()) * (batch.sizes[place] / sum(batch.sizes) if weight is None else weight)
 
     def _joined(self) -> _Results:
         """Return the results of all micro-batches as those of the batch."""
@@ -370,12 +415,13 @@ class Pipeline:
             assert self._signature is not None
             given = dict(self._signature.bind(None, *args, **kwargs).arguments)
             del given["self"]
+            given["value"] = _detached(given["value"])
             if not isinstance(given.get("reduce_fx", ""), str):
                 raise self._refused(
                     f"self.log({given['name']!r}, reduce_fx={given['reduce_fx']!r}): a function cannot be sent.",
                     "Use 'mean', 'sum', 'max' or 'min'.",
                 )
-            calls.append((module, given))
+            calls.append((module, given, self._weight))
 
         def refuse(name: str, *args: Any, **kwargs: Any) -> None:
             raise self._refused(
@@ -398,7 +444,7 @@ class Pipeline:
         """Return the results of the last stage on all stages."""
         box: list[Any] = [None]
         if self._is_last:
-            calls = [(name, self._named_metric(given)) for name, given in results.calls]
+            calls = [(name, self._named_metric(given), weight) for name, given, weight in results.calls]
             sent = (results.output, results.loss, results.weight, calls)
             box = [move_to(_detached(sent), "cpu")]
         source, device = self.schedule.process_of[-1], self._strategy.root_device
@@ -406,7 +452,8 @@ class Pipeline:
         if self._is_last:
             return results
         output, loss, weight, calls = move_to(box[0], device)
-        return _Results(output, loss, weight, [(name, self._found_metric(given)) for name, given in calls])
+        logged = [(name, self._found_metric(given), of_process) for name, given, of_process in calls]
+        return _Results(output, loss, weight, logged)
 
     def _named_metric(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call of ``self.log``, with the name of a metric and its last value in its place."""
@@ -441,7 +488,12 @@ class Pipeline:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mine = local_part(parameter.grad)
+            gradient: Any = parameter.grad
+            like: Any = parameter
+            if is_sharded(like) and gradient.placements != like.placements:
+                # An embedding that is split by words leaves a sum for each process of its group.
+                gradient = parameter.grad = gradient.redistribute(placements=like.placements)
+            mine = local_part(gradient)
             if self._rank != first:
                 dist.send(mine, group=self._group, group_dst=first)
                 dist.recv(mine, group=self._group, group_src=first)
@@ -485,14 +537,14 @@ class Pipeline:
         device = self._strategy.root_device
         tensors: list[Tensor] = [leaf for leaf in leaves(entries) if isinstance(leaf, Tensor)]
         plan = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), entries)
-        plans: list[Any] = [None] * self._processes
+        plans: list[Any] = [None] * self.processes
         dist.gather_object(plan, plans if self._rank == 0 else None, group=self._group, group_dst=0)
         if self._rank:
             for tensor in tensors:
                 dist.send(tensor.detach().to(device).contiguous(), group=self._group, group_dst=0)
             return {}
         merged = dict(entries)
-        for rank in range(1, self._processes):
+        for rank in range(1, self.processes):
             merged |= map_tensors(partial(self._received, rank, device), plans[rank])
         return merged
 
@@ -529,7 +581,14 @@ def _kind(part: Any) -> Any:
 
 
 def _detached(output: Any) -> Any:
-    return map_tensors(Tensor.detach, output)
+    return map_tensors(lambda tensor: _whole(tensor.detach()), output)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, such as a loss of split logits, as each process of the stage has it."""
+    value: Any = tensor
+    whole: Tensor = value.full_tensor() if is_sharded(value) else value
+    return whole
 
 
 def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[LogCall]:
@@ -542,30 +601,36 @@ def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[Lo
     """
     found: dict[Any, list[tuple[int, LogCall]]] = {}
     counted: dict[Any, int] = {}
-    for place, (module, given) in calls:
+    for place, call in calls:
+        module, given, _ = call
         key = (place, module, given["name"])
         counted[key] = counted.get(key, 0) + 1
-        found.setdefault((module, given["name"], counted[key]), []).append((place, (module, given)))
+        found.setdefault((module, given["name"], counted[key]), []).append((place, call))
     joined: list[LogCall] = []
     for (module, _, _), each in found.items():
-        given = dict(each[-1][1][1])
-        values = [one["value"] for _, (_, one) in each]
-        batch_sizes = [one.get("batch_size") for _, (_, one) in each]
+        given, weight = dict(each[-1][1][1]), each[-1][1][2]
+        values = [one["value"] for _, (_, one, _) in each]
+        batch_sizes = [one.get("batch_size") for _, (_, one, _) in each]
         given_sizes = all(size is not None for size in batch_sizes)
-        weights = batch_sizes if given_sizes else [sizes[place] for place, _ in each]
+        counts = batch_sizes if given_sizes else [sizes[place] for place, _ in each]
         if not isinstance(values[0], nn.Module):
             numbers = torch.stack([torch.as_tensor(value).detach().double().reshape(()) for value in values])
-            joined_value = _reduced(numbers, weights, given.get("reduce_fx", "mean"))
+            shares = torch.stack([torch.as_tensor(count).to(numbers) for count in counts])
+            if weight is not None:
+                each_weight = torch.stack([one for _, (_, _, one) in each if one is not None])
+                total, shares = shares.sum(), shares * each_weight.to(numbers)
+                weight = shares.sum() / total
+            joined_value = _reduced(numbers, shares, given.get("reduce_fx", "mean"))
             given["value"] = joined_value.to(torch.as_tensor(values[0]).dtype)
         if given_sizes:
-            given["batch_size"] = sum(weights)
-        joined.append((module, given))
+            given["batch_size"] = sum(counts)
+        joined.append((module, given, weight))
     return joined
 
 
-def _reduced(numbers: Tensor, weights: list[Any], how: str) -> Tensor:
+def _reduced(numbers: Tensor, shares: Tensor, how: str) -> Tensor:
     if how in ("sum", "max", "min"):
         extreme: Tensor = getattr(numbers, how)()
         return extreme
-    shares = torch.stack([torch.as_tensor(weight).to(numbers) for weight in weights])
-    return (numbers * shares).sum() / shares.sum()
+    # Without tokens that count, a mean is not a number.
+    return weighed(numbers, shares).sum() / shares.sum()

@@ -94,6 +94,24 @@ class Schedule:
         """Return the stages of a process, in order."""
         return [stage for stage, one in enumerate(self.process_of) if one == process]
 
+    def idle_share(self, parts: int) -> float | None:
+        """Return the part of a step in which a process waits for others, if all stages take the same time.
+
+        Args:
+            parts: the number of micro-batches.
+
+        Returns:
+            the part; None for schedules that fill the time with gradients of parameters, which wait less.
+
+        Example::
+
+            >>> Schedule("1F1B", 4, None, None, "MeshStrategy").idle_share(12)
+            0.2
+
+        """
+        processes = len(set(self.process_of))
+        return None if self.in_two_parts else (processes - 1) / (self.stages // processes * parts + processes - 1)
+
     def make(self, stages: list[Stage], parts: int) -> Any:
         """Return torch's schedule for a number of micro-batches.
 
@@ -177,6 +195,10 @@ class Stage(pipelining.PipelineStage):
             return []
         self._inputs[fwd_chunk_id] = buffer = self.receive_header(self._kinds[fwd_chunk_id])
         return [self._operation(dist.irecv, buffer, self.stage_index - 1)]
+
+    def expect(self, kind: Hashable, like: Tensor) -> None:
+        """Take the activations of a micro-batch to look like a tensor, without a header."""
+        self._known[kind] = like.shape, like.dtype, True
 
     def receive_header(self, kind: Hashable) -> Tensor:
         """Return an empty tensor for the activations of a micro-batch."""

@@ -13,6 +13,8 @@ Size = int | Literal["auto"]
 PIPELINE, REPLICATE, DATA, TENSOR = "pipeline", "replicate", "data_parallel", "tensor_parallel"
 # The dimensions of the mesh of batches, beside TENSOR.
 BATCHES, CONTEXT = "batches", "context"
+# The dimensions of the mesh of experts, outermost first.
+EXPERT_COPIES, EXPERT_SHARDS, EXPERT = "expert_copies", "expert_shards", "expert"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class MeshSizes:
         tensor: over how many processes layers are split.
         context: over how many processes sequences are divided. Parameters are sharded over them, too.
         pipeline: over how many processes the layers are divided, one after the other.
+        expert: over how many processes the experts of a mixture are divided. These are processes of the other axes, so
+            it is no factor of their number: each computes the other layers as those axes say.
 
     """
 
@@ -36,9 +40,10 @@ class MeshSizes:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @classmethod
-    def of(cls, asked: Mapping[str, Size], *, num_nodes: int, per_node: int) -> MeshSizes:
+    def of(cls, asked: Mapping[str, Size], *, num_nodes: int, per_node: int, expert: int = 1) -> MeshSizes:
         """Return the sizes for a number of machines and processes on each.
 
         Args:
@@ -46,6 +51,7 @@ class MeshSizes:
                 one gets the number of machines.
             num_nodes: the number of machines.
             per_node: the processes of each.
+            expert: the processes over which experts are divided.
 
         Raises:
             ValueError: they do not multiply to the number of processes.
@@ -59,7 +65,7 @@ class MeshSizes:
         known = math.prod(size for size in sizes.values() if isinstance(size, int))
         for axis in open_axes:
             sizes[axis] = world // known if world % known == 0 else 0
-        found = cls(**{axis: int(size) for axis, size in sizes.items()})
+        found = cls(**{axis: int(size) for axis, size in sizes.items()}, expert=expert)
         if len(open_axes) > 1 or found.processes != world:
             raise ValueError(world)
         return found
@@ -93,6 +99,24 @@ class MeshSizes:
             TENSOR: self.tensor,
         }
         return {name: size for name, size in sizes.items() if size > 1 or name in always or name == DATA}
+
+    def dimensions_of_experts(self) -> dict[str, int]:
+        """Return names and sizes of the dimensions of the mesh of experts: their copies, shards and groups.
+
+        The ranks of a group, which has all experts, follow each other. As far as a group is smaller than a copy of the
+        other parameters, the experts of each of its processes are sharded over the other groups of this copy.
+
+        Raises:
+            ValueError: groups and copies do not divide each other.
+
+        """
+        copy = self.shard * self.context * self.tensor
+        shards = max(copy // self.expert, 1)
+        copies = self.processes // (shards * self.expert)
+        if max(copy, self.expert) % min(copy, self.expert) or copies * shards * self.expert != self.processes:
+            raise ValueError(self.expert)
+        sizes = {EXPERT_COPIES: copies, EXPERT_SHARDS: shards, EXPERT: self.expert}
+        return {name: size for name, size in sizes.items() if size > 1 or name != EXPERT_COPIES}
 
 
 @dataclass(frozen=True)

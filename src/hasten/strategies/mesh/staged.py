@@ -29,8 +29,10 @@ class StagedSharding(DTensorSharding):
     def on_own_part(
         self, step: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
     ) -> Callable[..., Any]:
-        """Return ``step`` computed by all stages together."""
-        return _pipeline(self).step(step, trains=trains)
+        """Return ``step`` computed by all stages together, on this process's part of each sequence."""
+        pipeline = _pipeline(self)
+        on_part = super().on_own_part(step, trains=trains, weighing=pipeline.weighing)
+        return pipeline.step(on_part, trains=trains, weighing=weighing)
 
 
 class StagedEngine(DTensorEngine):

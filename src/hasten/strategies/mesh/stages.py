@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import ABSENT, leaves, map_tensors
+from hasten._lib.tree import ABSENT, is_sharded, leaves, map_tensors
 from hasten.seed import RandomGenerators
 from hasten.strategies.mesh.blocks import name_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Left(BaseException):
@@ -41,6 +44,8 @@ class Stages:
         split: names of the blocks at which stages begin, but the first; None divides the blocks evenly.
         mine: the stages of this process.
         owner: the class that a program has written, for messages.
+        sequences: the processes of which each has a part of the sequences that go from block to block, as a
+            ``DTensor``; None if each has them whole.
 
     Raises:
         ValueError: the blocks cannot be divided.
@@ -48,9 +53,15 @@ class Stages:
     """
 
     def __init__(
-        self, module: nn.Module, count: int, split: Sequence[str] | None, mine: Sequence[int], owner: str
+        self,
+        module: nn.Module,
+        count: int,
+        split: Sequence[str] | None,
+        mine: Sequence[int],
+        owner: str,
+        sequences: DeviceMesh | None = None,
     ) -> None:
-        self.count, self.mine, self._owner = count, tuple(mine), owner
+        self.count, self.mine, self._owner, self._sequences = count, tuple(mine), owner, sequences
         parent = _list_of(module, count, owner) if split is None else _parent_of(module, split, owner)
         self._list_name, self._list = parent, module.get_submodule(parent)
         self._blocks = dict(self._list.named_children())
@@ -64,6 +75,8 @@ class Stages:
         self.absent: dict[str, nn.Parameter] = {}
         self._stage: int | None = None
         self._received: Tensor | None = None
+        # Whether a step runs to its first block only: see ``input_of``.
+        self._asks = False
         # What blocks of a class return, with None for the tensor that goes on.
         self._forms: dict[type, Any] = {}
 
@@ -113,7 +126,7 @@ class Stages:
         try:
             output = step(*arguments)
         except _Left as left:
-            return left.hidden
+            return self._local(left.hidden)
         finally:
             is_open, self._stage, self._received = self._received is not None, None, None
         if is_open or stage < self.count - 1:
@@ -123,6 +136,23 @@ class Stages:
                 "Call all blocks in each step, one after the other.",
             )
         return output
+
+    def input_of(self, stage: int, step: Callable[..., Any], arguments: Sequence[Any]) -> Tensor:
+        """Return a tensor like the one that a later stage gets, from what comes before the blocks in a step.
+
+        Args:
+            stage: the stage.
+            step: a step of the user's module.
+            arguments: its batch, and others.
+
+        """
+        self._asks = True
+        try:
+            with torch.no_grad():
+                hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
+                return hidden
+        finally:
+            self._asks = False
 
     def check_gradients(self) -> None:
         """Raise if a stage has used a parameter that it does not have.
@@ -168,6 +198,8 @@ class Stages:
                 )
             return None
         if self._received is not None and place == self.begins[self._stage]:
+            if self._asks:
+                raise _Left(self._hidden(place, args, kwargs))
             args, kwargs = self._replaced(place, self._received, args, kwargs)
             self._received = None
             return args, kwargs
@@ -207,8 +239,29 @@ class Stages:
             )
         return hidden
 
+    def _local(self, hidden: Tensor) -> Tensor:
+        """Return this process's part of what the next stage gets."""
+        value: Any = hidden
+        mesh = self._sequences
+        if not is_sharded(value):
+            # With parts of sequences only from layers that this process does not have, see ``input_of``.
+            return hidden if mesh is None else hidden.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]
+        if mesh is None:
+            raise self._refused(
+                "blocks pass on a DTensor.",
+                "Let them return plain tensors, or use plan='auto', sequence_parallel=True.",
+            )
+        part: Tensor = value.to_local()
+        return part
+
     def _replaced(self, place: int, received: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._hidden(place, args, kwargs)
+        hidden = self._hidden(place, args, kwargs)
+        if self._sequences is not None:
+            from torch.distributed.tensor import DTensor, Shard
+
+            received = DTensor.from_local(
+                received, self._sequences, [Shard(1)], run_check=False, shape=hidden.shape, stride=hidden.stride()
+            )
         key = "" if args else next(iter(kwargs))
         others = [args[1:], {name: value for name, value in kwargs.items() if name != key}]
         if any(isinstance(one, Tensor) and one.requires_grad for one in leaves(others)):

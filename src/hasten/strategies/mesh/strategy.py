@@ -35,6 +35,7 @@ from hasten.strategies.mesh.sizes import (
     BATCHES,
     CONTEXT,
     DATA,
+    EXPERT,
     PIPELINE,
     REPLICATE,
     TENSOR,
@@ -100,6 +101,10 @@ _ADVICE_ON_LAYERS = {
     "must have same reduction dim": _OF_PLAN,
     "is invalid for input of size": _OF_PLAN,
 }
+_NOT_BESIDE_EXPERTS = {
+    "expert_parallel": "one divides experts over processes with the same tokens, the other with different ones.",
+    "pipeline": "experts are not divided within the stages of a pipeline.",
+}
 _ALL_CALL = (
     "a process has ended, or the processes have called different things. What exchanges parameters, such as a forward, "
     "full_tensor(), save_checkpoint() or fabric.save(), has to be called by all processes, not inside `if rank == 0:`."
@@ -124,6 +129,10 @@ class MeshStrategy(ParallelStrategy):
     - ``pipeline``: each process computes some of the blocks, one after the other, and a batch goes through them in
       parts. The steps of the module stay as they are; the last stage computes the loss.
 
+    ``expert`` is no further axis: it says over how many of the processes of the other axes the experts of a mixture are
+    divided. Each of these processes computes the other layers for tokens of its own, which travel to the processes of
+    the experts that they chose, and back.
+
     The layers are split by ``plan``, or by ``configure_model`` of the module with torch's ``parallelize_module`` on
     ``self.device_mesh["tensor_parallel"]``, or by ``parallelize_fn`` in programs with Fabric. Dividing a module in
     ``configure_model`` with ``fully_shard`` on ``self.device_mesh["data_parallel"]`` works, too; what is not divided by
@@ -137,6 +146,8 @@ class MeshStrategy(ParallelStrategy):
         context: the number of processes over which sequences are divided, in the steps of a Trainer. In a loop of your
             own, use ``hasten.strategies.context.ContextSplit``.
         pipeline: the number of processes over which blocks are divided, in the steps of a Trainer.
+        expert: the number of processes over which the experts of a mixture are divided, whole. It divides
+            ``shard * context * tensor``, over which they are sharded as far as it is smaller, or is a multiple of it.
         split: with ``pipeline``, names of the blocks at which stages begin, but the first: ``["model.layers.6"]``. By
             default, the blocks of the ``nn.ModuleList`` or ``nn.Sequential`` with the most parameters are divided
             evenly.
@@ -153,8 +164,8 @@ class MeshStrategy(ParallelStrategy):
             along the sequence.
         loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
             output layer leaves them so.
-        expert_parallel: with ``plan="auto"``, divide whole experts of a mixture over the processes of a group, instead
-            of splitting the matrices of each.
+        expert_parallel: with ``plan="auto"``, divide whole experts of a mixture over the processes of a tensor-parallel
+            group, which read the same tokens, instead of splitting the matrices of each.
         auto_wrap_policy: which parts are gathered by themselves: a set of module classes, or a function of FSDP1's
             form. By default every repeated block; ``strategy.plan`` shows the choice.
         reshard_after_forward: free the parameters of a block after its forward, and gather them again for its
@@ -211,6 +222,7 @@ class MeshStrategy(ParallelStrategy):
         tensor: Size = 1,
         context: Size = 1,
         pipeline: int = 1,
+        expert: int = 1,
         *,
         split: Sequence[str] | None = None,
         schedule: str = "1F1B",
@@ -260,6 +272,14 @@ class MeshStrategy(ParallelStrategy):
             raise MisconfigurationException(
                 f"{owner}({self._sizes_text()}): at most two sizes can be 'auto'.", fix="Give one as a number."
             )
+        self._expert = check.whole(owner, "expert", expert, at_least=1)
+        for argument, given in (("expert_parallel", expert_parallel), ("pipeline", pipeline > 1)):
+            if self._expert > 1 and given:
+                raise MisconfigurationException(
+                    f"{owner}(expert={expert}, {argument}=...): {_NOT_BESIDE_EXPERTS[argument]}",
+                    fix=f"Leave {argument} out, or expert.",
+                    argument="expert",
+                )
         check.one_of(owner, "state_dict_type", state_dict_type, ("full", "sharded"))
         self.layers = LayerSplit(
             owner,
@@ -293,6 +313,8 @@ class MeshStrategy(ParallelStrategy):
         self._mesh: DeviceMesh | None = None
         # The processes by the batches that they read; None where each reads others.
         self._mesh_of_batches: DeviceMesh | None = None
+        # The processes by the experts that they have; None where experts are not divided.
+        self._mesh_of_experts: DeviceMesh | None = None
         self.state.saves_folders = state_dict_type == "sharded"
         # What computes steps in stages; None without a pipeline.
         self.pipeline: Pipeline | None = None
@@ -319,17 +341,13 @@ class MeshStrategy(ParallelStrategy):
         ):
             allowed = "a list of names of blocks, such as ['layers.4']"
             raise check.wrong(self._owner, "split", split, allowed)
-        for given, name in (
-            (self.splits_layers, "tensor"), (self._asked["context"] != 1, "context"),
-            (self.state.saves_folders, "state_dict_type"),
-        ):  # fmt: skip
-            if given:
-                raise MisconfigurationException(
-                    f"{self._owner}(pipeline={self._asked['pipeline']}, {name}=...): stages are whole layers of whole "
-                    "sequences, and checkpoints with them are files.",
-                    fix=f"Leave {name} out. pipeline goes with replicate and shard.",
-                    argument=name,
-                )
+        if self.state.saves_folders:
+            raise MisconfigurationException(
+                f"{self._owner}(pipeline={self._asked['pipeline']}, state_dict_type='sharded'): checkpoints of stages "
+                "are files.",
+                fix="Leave state_dict_type out.",
+                argument="state_dict_type",
+            )
         size = int(self._asked["pipeline"])
         self.pipeline = Pipeline(self, size, schedule=schedule, split=split, micro_batches=micro_batches)
         self.sharding, self.engine, self.state = StagedSharding(self), StagedEngine(self), StagedState(self)
@@ -348,6 +366,8 @@ class MeshStrategy(ParallelStrategy):
             return "layers are divided into stages by MeshStrategy(pipeline=N)."
         if name.startswith(("context", "cp")):
             return "sequences are divided by MeshStrategy(context=N)."
+        if name.startswith(("expert", "ep")):
+            return "experts are divided by MeshStrategy(expert=N)."
         known = [*inspect.signature(type(self).__init__).parameters][1:-1]
         return f"unknown argument.{did_you_mean(name, known)}"
 
@@ -361,25 +381,41 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         try:
-            self.sizes = MeshSizes.of(self._asked, num_nodes=num_nodes, per_node=len(devices))
+            self.sizes = MeshSizes.of(self._asked, num_nodes=num_nodes, per_node=len(devices), expert=self._expert)
         except ValueError:
             raise self._wrong_sizes(num_nodes, len(devices)) from None
+        if self._expert > 1:
+            self._check_experts()
         if self.pipeline is not None:
             self._check_beside_stages()
         if self.offloads and is_host(self.root_device):
             what = f"{self._owner}(cpu_offload=...) changes nothing on the CPU."
             warn_once("fsdp-cpu-offload", what, fix="Leave it out.")
 
+    def _check_experts(self) -> None:
+        try:
+            self.sizes.dimensions_of_experts()
+        except ValueError:
+            copy = self.sizes.shard * self.sizes.context * self.sizes.tensor
+            raise MisconfigurationException(
+                f"{self._owner}(expert={self._expert}): of {self.sizes.processes} processes, {copy} hold a copy of the "
+                "parameters, and experts cannot be divided evenly over them.",
+                fix=f"Use a divisor of {copy}, or a multiple of {copy} that divides {self.sizes.processes}.",
+                argument="expert",
+            ) from None
+
     def _check_beside_stages(self) -> None:
-        """Refuse what needs shards where nothing is sharded, and schedules that need whole parameters where it is."""
+        """Refuse what needs all layers, or shards where nothing is sharded, or whole parameters where they are."""
         assert self.pipeline is not None
-        if self.sizes.batches == 1 and (asked := self.shards.asked):
+        if self.splits_layers:
+            self.layers.check_beside_stages()
+        if not self._shards_parameters and (asked := self.shards.asked):
             raise MisconfigurationException(
                 f"{self._owner}(pipeline={self.sizes.pipeline}, {asked[0]}=...): nothing is sharded.",
                 fix=f"Leave {asked[0]} out, or use shard=2 or more.",
                 argument=asked[0],
             )
-        if self.sizes.batches > 1 and self.pipeline.schedule.in_two_parts:
+        if self._shards_parameters and self.pipeline.schedule.in_two_parts:
             raise MisconfigurationException(
                 f"{self._owner}({self._sizes_text()}): this schedule computes the gradients of parameters apart, which "
                 "fully_shard does not.",
@@ -423,6 +459,11 @@ class MeshStrategy(ParallelStrategy):
     def styles(self) -> dict[str, ParallelStyle]:
         """The modules that the plan has split, and how; empty before the run."""
         return self.layers.styles
+
+    @property
+    def divides_activations(self) -> bool:
+        """Whether the processes of a tensor-parallel group have parts of what goes from block to block."""
+        return self.sizes.tensor > 1 and self.layers.divides_sequences
 
     @property
     def offloads(self) -> bool:
@@ -492,8 +533,8 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_converted(self, precision: Precision) -> None:
         """Check a number format into which parameters are converted when they are gathered."""
-        if isinstance(precision, MixedPrecision) and precision.can_be_sharded:
-            name = precision.precision
+        name = precision.precision
+        if isinstance(precision, MixedPrecision) and is_mixed(name) and precision.can_be_sharded:
             raise make_error(
                 ValueError,
                 f"strategy={self.name!r}, plugins=[MixedPrecision({name!r})]: sharded parameters are converted when "
@@ -501,10 +542,8 @@ class MeshStrategy(ParallelStrategy):
                 fix=f"Write precision={name!r}, or plugins=[FSDPPrecision({name!r})].",
                 argument="strategy",
             )
-        if isinstance(precision, FSDPPrecision):
-            self.shards.param_dtype = precision.param_dtype
-            return
         self._check_divisible(precision)
+        self.shards.param_dtype = precision.param_dtype
 
     def _check_divisible(self, precision: Precision) -> None:
         if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
@@ -553,13 +592,17 @@ class MeshStrategy(ParallelStrategy):
             self._mesh = self._make_mesh()
             if self.sharding.shares_batches:
                 self._mesh_of_batches = self._make_mesh_of_batches()
+            if self.sizes.expert > 1:
+                self._mesh_of_experts = self._mesh_over(self.sizes.dimensions_of_experts())
         return function(*args, **kwargs)
 
     def _make_mesh(self) -> DeviceMesh:
+        return self._mesh_over(self.sizes.dimensions(always=self._always))
+
+    def _mesh_over(self, dimensions: dict[str, int]) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
-        dimensions = self.sizes.dimensions(always=self._always)
         mesh = init_device_mesh(self.root_device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
         # end.
@@ -567,23 +610,21 @@ class MeshStrategy(ParallelStrategy):
         return mesh
 
     def _make_mesh_of_batches(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import init_device_mesh
-
         sizes = {BATCHES: self.sizes.batches, CONTEXT: self.sizes.context, TENSOR: self.sizes.tensor}
         if self.pipeline is not None:
             sizes = {PIPELINE: self.sizes.pipeline, **sizes}
-        mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        atexit.register(torch_private.registered_groups(mesh).clear)
-        return mesh
+        return self._mesh_over(sizes)
 
     def simulate_one_process(self) -> None:
         if self.pipeline is not None:
+            self.pipeline.simulate_one_process()
+        if self._expert > 1:
             raise make_error(
                 ValueError,
-                f"{self._owner}({self._sizes_text()}): a process alone has no stage before it, so its step cannot be "
-                "followed.",
-                fix="Plan with shard= or tensor=.",
-                argument="pipeline",
+                f"{self._owner}(expert={self._expert}): which tokens come from other processes is not known to a "
+                "process alone, so its step cannot be followed.",
+                fix="Plan without expert=.",
+                argument="expert",
             )
         this: Any = self
         self._simulate_collectives()
@@ -664,25 +705,40 @@ class MeshStrategy(ParallelStrategy):
         """
         self._check_earlier(module)
         if self.pipeline is not None:
-            self.pipeline.divide(module, partial(self._shard_stages, module))
-            self.equal_generators()
-            return
-        if self.sizes.context > 1:
-            self._divide_sequences(module)
-        if self.splits_layers:
-            self.layers.apply(module, self.device_mesh, self.sizes)
-        if self.sizes.batches * self.sizes.context > 1 or not self.splits_layers:
-            self.shards.apply(module, self._mesh_of_shards(), self.name)
-        if self.sizes.tensor > 1:
-            self.layers.split_losses()
+            self.pipeline.divide(module, partial(self._divide_layers, module))
+        else:
+            self._divide_layers(module)
         self.equal_generators()
 
-    def _shard_stages(self, module: nn.Module) -> None:
-        """Shard the parameters of this process's stages; without other processes that have them they stay whole."""
-        if self.sizes.batches > 1:
+    def _divide_layers(self, module: nn.Module) -> None:
+        """Divide the layers that this process has: all of them, or those of its stages."""
+        if self.sizes.context > 1:
+            self._divide_sequences(module)
+        if self._mesh_of_experts is not None:
+            self._divide_experts(module, self._mesh_of_experts)
+        if self.splits_layers:
+            self.layers.apply(module, self.device_mesh, self.sizes)
+        if self._shards_parameters or not (self.splits_layers or self.pipeline):
             self.shards.apply(module, self._mesh_of_shards(), self.name)
         else:
             self.shards.recompute(module)
+        if self.sizes.tensor > 1:
+            self.layers.split_losses()
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether several processes have the same layers, or the same parts of them, and divide their parameters."""
+        return self.sizes.batches * self.sizes.context > 1
+
+    def _divide_experts(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Divide the experts of ``module``, and shard those of each process."""
+        from hasten.strategies.experts import divide_experts
+
+        sizes = self.sizes
+        alike = self.device_mesh[TENSOR] if sizes.tensor > 1 else None
+        # They have the gradients of all tokens of their group, where other parameters have the mean over its batches.
+        self.layers.styles = divide_experts(module, mesh[EXPERT], alike, sizes.tensor / sizes.expert, self._owner)
+        self.shards.shard_experts(map(module.get_submodule, self.layers.styles), _without(mesh, EXPERT))
 
     def _divide_sequences(self, module: nn.Module) -> None:
         """Let the attention of ``module`` see whole sequences, of which each process has a part."""
@@ -704,8 +760,8 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_earlier(self, module: nn.Module) -> None:
         """Refuse a module that an earlier run has divided over other sizes."""
-        axes = {PIPELINE: "pipeline", REPLICATE: "replicate", DATA: "shard", TENSOR: "tensor"}
-        sizes = _sizes_of(self.device_mesh)
+        axes = {PIPELINE: "pipeline", REPLICATE: "replicate", DATA: "shard", TENSOR: "tensor", EXPERT: "expert"}
+        sizes = {**_sizes_of(self.device_mesh), EXPERT: self.sizes.expert}
         for mesh in (getattr(parameter, "device_mesh", None) for parameter in module.parameters()):
             earlier = {} if mesh is None else _sizes_of(mesh)
             for name, axis in axes.items():
@@ -719,9 +775,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _mesh_of_shards(self) -> DeviceMesh:
         """Return the part of the mesh over which parameters are sharded: (shards,) or (replicas, shards)."""
-        mesh = self.device_mesh
-        names = tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, TENSOR))
-        return mesh if names == mesh.mesh_dim_names or not names else mesh[names]
+        return _without(self.device_mesh, PIPELINE, TENSOR)
 
     # -- a step
 
@@ -800,12 +854,18 @@ class MeshStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of this process make a mesh of their own.
-        return {**super().__getstate__(), "_mesh": None, "_mesh_of_batches": None}
+        return {**super().__getstate__(), "_mesh": None, "_mesh_of_batches": None, "_mesh_of_experts": None}
 
 
 def _sizes_of(mesh: DeviceMesh) -> dict[str, int]:
     """Return the size of each dimension of a mesh, by name."""
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+
+
+def _without(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """Return the part of a mesh that has its other dimensions."""
+    others = tuple(name for name in mesh.mesh_dim_names or () if name not in names)
+    return mesh if others == mesh.mesh_dim_names or not others else mesh[others]
 
 
 def _is_about_other_things(record: logging.LogRecord) -> bool:
