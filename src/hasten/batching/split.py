@@ -200,7 +200,12 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
 def _has_rows(element: Any, where: str, dims: Any, shared_names: frozenset[Any]) -> bool:
     """Return whether an element may run over samples; raise if it cannot be split as other batches were.
 
-    These showed its dimensions that do, or why it cannot be split; ``shared_names`` are of elements of all samples.
+    Args:
+        element: the element.
+        where: its place.
+        dims: the dimensions that run over samples, as other batches showed, or why it cannot be split.
+        shared_names: of elements that belong to all samples.
+
     """
     if isinstance(dims, str):
         raise make_error(ValueError, f"batch{where} {dims}.", fix=f"{_ADVICE}.")

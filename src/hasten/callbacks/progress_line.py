@@ -61,7 +61,14 @@ class Shown:
 
 
 def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> Shown:
-    """Return what is known about a fit, beside the ``values`` that are shown; nothing waits for the device."""
+    """Return what is known about the fit of a Trainer; nothing waits for the device.
+
+    Args:
+        trainer: the Trainer.
+        values: what is shown beside it.
+        ended: whether the fit is over.
+
+    """
     run = trainer.current_run
     pace = run.observers.pace
     if not pace.measures:

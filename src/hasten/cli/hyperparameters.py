@@ -158,9 +158,14 @@ def with_checkpoint(
 
 
 def _settable(own: Any, hparams: dict[str, Any], holder: str | None, given: set[str]) -> dict[str, Any]:
-    """Return the hyper-parameters of a checkpoint that neither the command line nor another argument sets.
+    """Return the hyper-parameters that neither the command line nor another argument sets.
 
-    ``holder`` is the argument of the module that holds all of them, if one does; ``given`` what the command line sets.
+    Args:
+        own: the parser of the subcommand.
+        hparams: those in the checkpoint.
+        holder: the argument of the module that holds all of them, if one does.
+        given: the keys that the command line gives.
+
     """
     if holder and holder != "kwargs" and f"--model.{holder}" in own._option_string_actions:
         hparams = {holder: hparams}

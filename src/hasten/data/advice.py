@@ -17,7 +17,16 @@ from hasten.machine.host import usable_cores
 
 
 def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int, reloads: bool) -> None:
-    """Warn where Lightning does about a ``DataLoader``; ``processes`` is how many share the cores of this machine."""
+    """Warn where Lightning does.
+
+    Args:
+        loader: of one process; only a ``DataLoader`` is looked at.
+        name: what to call it: ``"train_dataloader"``.
+        trains: training reads it.
+        processes: how many share the cores of this machine.
+        reloads: new loaders are made every so many epochs.
+
+    """
     if not isinstance(loader, DataLoader):
         return
     warn_about_workers(loader, name=name, processes=processes, reloads=reloads)

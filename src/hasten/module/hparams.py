@@ -160,7 +160,14 @@ class HyperparametersMixin:
 
 
 def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[Any, str | None]:
-    """Return what ``save_hyperparameters(*args)`` saves of the arguments of ``__init__``, and the one that holds it."""
+    """Return what ``save_hyperparameters(*args)`` saves, and the argument of ``__init__`` that holds it.
+
+    Args:
+        args: names, or one object.
+        given: the arguments of ``__init__``.
+        owner: the name of the class, for messages.
+
+    """
     if not args:
         return given, "kwargs" if given else None
     if all(isinstance(arg, str) for arg in args):

@@ -55,7 +55,9 @@ def schedule_free(
 class AveragedWeights:
     """Switches the module between the training weights of its optimizers and their averages.
 
-    Optimizers without ``train`` and ``eval`` are ignored.
+    Args:
+        optimizers: of the run; those without ``train`` and ``eval`` are ignored.
+
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:

@@ -94,7 +94,12 @@ _own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).p
 
 
 def make_step(optimizer: Optimizer) -> Step:
-    """Return ``step(closure=None)`` for a ``torch.optim.Optimizer`` or anything with ``step``."""
+    """Return ``step(closure=None)`` for one optimizer.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer`` or anything with ``step``.
+
+    """
     arithmetic = _arithmetic_of_step(optimizer)
     if arithmetic is None or _profiler_enabled is None or _pre_hooks is None or _post_hooks is None:
 

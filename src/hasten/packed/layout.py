@@ -18,9 +18,13 @@ HELP = (
 
 
 def refusal(asked: str, problem: str, instead: str = INSTEAD) -> MisconfigurationException:
-    """Return the error for what cannot be packed, with a ``problem`` without a full stop.
+    """Return the error for what cannot be packed.
 
-    ``asked`` is the argument or call that requested packing, and the class of the model.
+    Args:
+        asked: the argument or call that requested packing, and the class of the model.
+        problem: without a full stop.
+        instead: what to write.
+
     """
     return MisconfigurationException(f"{asked}: {problem}.", fix=instead, argument="packed")
 

@@ -320,9 +320,14 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
 
 
 def _log_files(folder: str | None, unused: str, restarts: int, started: Callable[[], None]) -> Any:
-    """Return where the output of the processes goes: to a folder, if there is one. torch writes to ``unused`` anyway.
+    """Return where the output of the processes goes; ``started`` is called whenever they start.
 
-    ``started`` is called whenever the processes start.
+    Args:
+        folder: of the files; None for none.
+        unused: a folder for what torch writes anyway.
+        restarts: how many there may be.
+        started: see above.
+
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 

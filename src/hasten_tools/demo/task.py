@@ -127,7 +127,12 @@ def first_rows(epochs: int) -> list[LadderRow]:
 
 
 def rows_by_hand(*, bf16: bool) -> list[LadderRow]:
-    """Return the loops without hasten, besides the plain one, for texts; ``bf16``: autocast pays on the device."""
+    """Return the loops without hasten that a ladder of texts is compared with, besides the plain one.
+
+    Args:
+        bf16: whether the device has units for products of bfloat16, so that autocast pays.
+
+    """
     code = ["pad_to_longest", "AdamW(..., fused=True)", *["torch.autocast(device, torch.bfloat16)"] * bf16]
     return [
         LadderRow(
@@ -233,7 +238,13 @@ class Task(ABC):
         """Return scores, shape ``(batch, classes)``."""
 
     def optimizer(self, model: nn.Module, *, fused: bool | None = None) -> Optimizer:
-        """Return the optimizer of the model's parameters, as a user writes it; ``fused`` as in ``AdamW``."""
+        """Return the optimizer of the model's parameters, as a user writes it.
+
+        Args:
+            model: whose.
+            fused: as in :class:`torch.optim.AdamW`.
+
+        """
         return AdamW(model.parameters(), lr=self.learning_rate, fused=fused)
 
     @abstractmethod

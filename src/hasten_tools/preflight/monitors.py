@@ -36,8 +36,13 @@ def check_monitors(
 ) -> None:
     """Check that something logs what callbacks monitor, and that their modes fit the names.
 
-    ``logged`` are the names of one epoch of the check. Unless it is ``complete``, what is missing may come; names of
-    validation may not where that has run (``validated``).
+    Args:
+        callbacks: all of the Trainer.
+        logged: the names that one epoch of the check has logged.
+        rows: where to.
+        complete: whether training and validation have run; otherwise what is missing may come.
+        validated: whether validation has run: what its names belong to is missing then.
+
     """
     every = list(callbacks)
     # They may log the value, and a check does not call them.

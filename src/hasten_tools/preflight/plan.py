@@ -36,7 +36,13 @@ class Length:
 
     @classmethod
     def of(cls, run: Run, processes: int = 1) -> Length:
-        """Return the length of the fit, of so many processes, that a run in one process is the beginning of."""
+        """Return the length of the fit that a run is the beginning of.
+
+        Args:
+            run: the run, in one process.
+            processes: of the fit itself.
+
+        """
         batches = float(run.data.train.limit)
         steps = math.ceil(batches / run.window.accumulate_grad_batches) if math.isfinite(batches) else math.inf
         epochs = float(run.limits.max_epochs)

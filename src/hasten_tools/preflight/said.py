@@ -82,7 +82,13 @@ def _entries_of_program(error: BaseException) -> list[tuple[str, int, str]]:
 
 
 def row_of_error(error: BaseException, name: str) -> CheckRow:
-    """Return the row of an error of fit; ``name`` is for one that leads through no hook or step of the program."""
+    """Return the row of an error that fit would have raised.
+
+    Args:
+        error: the error.
+        name: of the row where the traceback does not lead through a hook or step of the program.
+
+    """
     entries = _entries_of_program(error)
     # A check may be called from a method of the same name; the innermost hook is the one that failed.
     inner = next((each for *_, each in reversed(entries) if each in _METHODS), None)

@@ -87,7 +87,11 @@ class NotFinite(BaseException):
 class StepWatch(Callback):
     """Watches the batches of a checked run, and records its observations in ``seen``.
 
-    ``name_function`` returns, for a batch and its index, a sentence that names the function with a bad gradient.
+    Args:
+        seen: where to.
+        name_function: given the batch and its index, returns a sentence that names the function whose gradient is not
+            finite.
+
     """
 
     def __init__(

@@ -24,7 +24,11 @@ MOST_RUNS = 7
 
 
 def render(runs: Sequence[RecordedRun], *, following: bool = False) -> str:
-    """Return the page of one run, or of several side by side; ``following``, it loads itself again every few seconds.
+    """Return the page of one run, or of several side by side.
+
+    Args:
+        runs: what ``read_run`` returned.
+        following: let the page load itself again every few seconds.
 
     Raises:
         ModuleNotFoundError: plotly or jinja2 is not installed.
@@ -96,7 +100,12 @@ def follow(
 ) -> None:
     """Write the page again whenever a run has written something, until all have ended or a key interrupts.
 
-    ``say`` is called with a line when it begins and when it ends; ``wait`` are the seconds between two looks.
+    Args:
+        paths: the runs.
+        output: the page.
+        say: called with a line when it begins and when it ends.
+        wait: seconds between two looks.
+
     """
     files = [find_run(path) for path in paths]
     written: list[float] = []

@@ -77,7 +77,12 @@ class Block:
 
 
 class Text:
-    """Characters that are looked for, at least one, in words of 8."""
+    """Characters that are looked for, in words of 8.
+
+    Args:
+        characters: not empty.
+
+    """
 
     def __init__(self, characters: bytes) -> None:
         self.length, self.commas = len(characters), characters.count(b",")

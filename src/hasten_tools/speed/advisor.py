@@ -102,7 +102,13 @@ def measure(
     """Measure levers (all by default) on a program; ``say`` is called with lines of progress.
 
     Nothing of the trials is left, whether this returns or raises. After Ctrl-C the result is what was measured so far.
-    The budget is spent from ``began`` on, of ``time.monotonic``; from now by default.
+
+    Args:
+        program: what is measured.
+        levers: by name or as objects.
+        plan: how much is measured.
+        say: called with lines of progress.
+        began: from when on the budget is spent, of ``time.monotonic``; now by default.
 
     Raises:
         AdviceError: the unchanged program cannot be measured.

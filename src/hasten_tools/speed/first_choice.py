@@ -132,9 +132,17 @@ class Choice:
 
 
 class FirstChoice:
-    """One choice for a training, of levers of which ``most`` is the least safe class, by tries in a place.
+    """One choice for a training.
 
-    ``given`` are the Trainer's own arguments, ``done`` the batches of the run that this one continues.
+    Args:
+        place: where lines are tried.
+        most: the least safe class of a lever that may be switched on.
+        title: of the program.
+        given: the Trainer's own arguments.
+        levers: those that may be switched on.
+        done: batches of the training that were done before, in the run that this one continues.
+        clock: seconds.
+
     """
 
     def __init__(
@@ -157,7 +165,10 @@ class FirstChoice:
         self._comparison: Comparison | None = None
 
     def choose(self, known_batches: float = math.inf) -> Choice | None:
-        """Return what pays; None for a training that is too short to look at, which the number of batches may show.
+        """Return what pays; None for a training that is too short to look at.
+
+        Args:
+            known_batches: number of training batches, if it is known before the training is set up.
 
         Raises:
             TrialError: the unchanged program cannot be tried.
@@ -454,7 +465,11 @@ class InPlace:
     def look(self, levers: Levers, steps: Steps, *, checks: bool = True, asks_apart: bool = False) -> Sight:
         """Look at the first batch with these levers on, then train one step and time so many more.
 
-        ``checks`` computes a few samples without dropout; ``asks_apart`` finds out whether samples affect one another.
+        Args:
+            levers: what is on.
+            steps: how many, by the batches of the whole training.
+            checks: compute a few samples without dropout.
+            asks_apart: find out whether the samples of the first batch affect one another.
 
         Raises:
             TrialError: the program or a lever refuses, or a step fails.

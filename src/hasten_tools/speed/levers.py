@@ -112,7 +112,12 @@ class Lever:
         return max(self.safety, Safety.OTHER_DRAWS) if redraws else self.safety
 
     def keeps_first_batch(self, facts: Facts) -> bool:
-        """Return whether, with these facts, the first batch is computed as without it, apart from random draws."""
+        """Return whether the first batch is computed as without the lever, apart from random draws.
+
+        Args:
+            facts: about device, model and data.
+
+        """
         redraws_samples = self.redraws == "samples" and facts.get("samples_draw", True)
         return self.safety.keeps_batches and not redraws_samples
 
@@ -364,7 +369,10 @@ _WAITS = 0.2
 
 
 def waits_for_data(facts: Facts) -> bool:
-    """Return whether a program waits for batches much of its time, by the "parts" of a step in ``facts``.
+    """Return whether a program spends much of its time waiting for batches.
+
+    Args:
+        facts: with "parts": seconds of a step by where they go.
 
     Example::
 
@@ -382,7 +390,12 @@ _registered: dict[str, Lever] = {}
 
 
 def register(lever: Lever) -> None:
-    """Add a lever to those that the advisor and ``Trainer(speed="auto")`` measure; one of the same name is replaced."""
+    """Add a lever to those that the advisor and ``Trainer(speed="auto")`` measure; one of the same name is replaced.
+
+    Args:
+        lever: the lever.
+
+    """
     unregister(lever.name)
     _registered[lever.name] = lever
 

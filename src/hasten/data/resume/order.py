@@ -150,9 +150,14 @@ def _described_stream(loader: DataLoader[Any]) -> State:
 
 
 def state_of(loader: Iterable[Any], start: State, last: Any, *, has_workers_from_before: bool) -> State:
-    """Return as plain data what draws the order of the current epoch, which began in the random state ``start``.
+    """Return as plain data what draws the order of the current epoch.
 
-    ``last`` is the indices of the last batch that is done, if they are known.
+    Args:
+        loader: the loader.
+        start: the random state in which the epoch began.
+        last: the indices of the last batch that is done, if they are known.
+        has_workers_from_before: whether the workers were there before the epoch.
+
     """
     try:
         found = described(loader)
