@@ -633,9 +633,7 @@ class LoggedValues:
                 metrics[logged.base_name] = metrics[logged.step_name] = value
         for logged, value in self._values_of_hook() if self.context.values else ():
             metrics[logged.base_name] = metrics[logged.epoch_name] = value
-        shown = ShownValues(metrics)
-        shown.kept = self.callback_values
-        return shown
+        return ShownValues(metrics, self.callback_values)
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
@@ -643,15 +641,11 @@ class LoggedValues:
         metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
         of_hook = self._values_of_hook() if self.context.values else ()
         metrics |= {logged.epoch_name: value for logged, value in of_hook if logged.logger}
-        shown = ShownValues(metrics)
-        shown.kept = self.logger_values
-        return shown
+        return ShownValues(metrics, self.logger_values)
 
     def bar_metrics(self) -> dict[str, float]:
         """Return the values for the progress bar that have arrived on the host."""
-        shown = ShownValues(self.bar_values)
-        shown.kept = self.bar_values
-        return shown
+        return ShownValues(self.bar_values, self.bar_values)
 
     def _current_step_values(self) -> Iterator[tuple[LoggedValue, Tensor]]:
         """Yield the training values of the epoch that is not closed yet."""
@@ -661,7 +655,7 @@ class LoggedValues:
                 yield logged, value if isinstance(value, Tensor) else _as_metric(value)
 
     def _values_of_hook(self) -> list[tuple[LoggedValue, Tensor]]:
-        """Return what the hook that runs has logged for the epoch on this process, where it is no step."""
+        """Return the epoch values that the running hook has logged on this process; none while a step runs."""
         when, found = self.context.row.log, list[tuple[LoggedValue, Tensor]]()
         for logged in () if when is None or when.step_allowed else self.context.values.values():
             if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
@@ -764,19 +758,23 @@ def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None
 class ShownValues(dict[str, Any]):
     """Values by name as programs read them; what a program sets or removes here is so for callbacks and later reads.
 
-    They are made several times in a fit: without an ``__init__``, that is no Python call.
+    Args:
+        values: what to show.
+        kept: where they come from.
+
     """
 
-    # Where they come from.
-    kept: dict[str, Any]
+    def __init__(self, values: Mapping[str, Any], kept: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._kept = kept
 
     def __setitem__(self, name: str, value: object) -> None:
         super().__setitem__(name, value)
-        self.kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        self._kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        self.kept.pop(name, None)
+        self._kept.pop(name, None)
 
     def update(self, *values: Any, **named: object) -> None:
         for name, value in dict(*values, **named).items():
@@ -788,12 +786,12 @@ class ShownValues(dict[str, Any]):
         return self[name]
 
     def pop(self, name: str, *default: object) -> Any:
-        self.kept.pop(name, None)
+        self._kept.pop(name, None)
         return super().pop(name, *default)
 
     def clear(self) -> None:
         super().clear()
-        self.kept.clear()
+        self._kept.clear()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

@@ -310,8 +310,8 @@ class _Listener:
     def _listen(self) -> None:
         # The store may end before this thread does: then no process is left to ask.
         with suppress(RuntimeError):
-            # A connection of its own: on another one, the main thread would wait until this thread has its question.
-            # Not in the main thread: where the store has ended, torch tries to connect for half an hour.
+            # A separate connection, because this thread blocks its connection until a question arrives. It is opened
+            # here and not in the main thread: if the store has ended, torch tries to connect for half an hour.
             self._store = self._store_of_main.clone()
             self._answer_all()
 

@@ -120,7 +120,7 @@ def _class_in_8_bits(kind: type, linear: type) -> type | None:
         return None
     from torch.distributed.fsdp import FSDPModule
 
-    # ``fully_shard`` gives a layer that is gathered by itself a class of its own.
+    # ``fully_shard`` replaces the class of each layer that it gathers separately.
     is_gathered = kind.__bases__[0] is FSDPModule
     return type(linear.__name__, (FSDPModule, linear), dict(vars(kind))) if is_gathered else None
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.tree import is_sharded
+from hasten._lib.tree import is_sharded, whole
 from hasten.strategies.context import all_to_all
 
 # How the matrices of all experts are split, of shape (experts, out_features, in_features): by column the first, by row
@@ -33,7 +33,7 @@ class ExpertStyle(ParallelStyle):
 
     The module is called with hidden states (tokens, features), the chosen experts (tokens, k) and their weights
     (tokens, k), and returns the weighted sum of what the experts compute (tokens, features), as the experts of Hugging
-    Face do. The router is a module of its own and stays whole.
+    Face do. The router is a separate module, which is not divided.
     """
 
     # Whether the processes of a group have different tokens, and send them to each other.
@@ -225,7 +225,7 @@ class ExchangedExperts(_ByExpert):
         hidden = inputs[0]
         if self._alike is None or not hidden.shape[-1]:
             return self._exchanged(module, forward, mesh, *inputs)
-        flat = [_whole(each).flatten(0, -2) for each in inputs]
+        flat = [whole(each).flatten(0, -2) for each in inputs]
         shared = [DTensor.from_local(each, self._alike, [Replicate()], run_check=False) for each in flat]
         own = [each.redistribute(placements=[Shard(0)]).to_local() for each in shared]
         part = self._exchanged(module, forward, mesh, *own)
@@ -383,15 +383,9 @@ def _added_up(part: Tensor, mesh: DeviceMesh) -> Tensor:
     return summed.to_local()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
-    return tensor
-
-
 def _given(inputs: _Inputs, mesh: DeviceMesh) -> _Inputs:
     """Return inputs that are equal on all processes, whose gradients are the sums of theirs."""
-    hidden, chosen, weights = map(_whole, inputs)
+    hidden, chosen, weights = map(whole, inputs)
     shared = [DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in (hidden, weights)]
     hidden, weights = (each.to_local(grad_placements=[Partial()]) for each in shared)
     return hidden, chosen, weights

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.tree import by_kind, is_sharded, leaves, map_tensors, move_to, weighed
+from hasten._lib.tree import by_kind, is_sharded, leaves, map_tensors, move_to, weighed, whole
 from hasten.batching.split import join, measure, split
 from hasten.strategies.mesh.blocks import is_manual, name_of
 from hasten.strategies.mesh.schedule import Schedule, Stage, check_stage_tensor
@@ -28,8 +28,17 @@ from hasten.strategies.sharded import local_part, roots_of, total_norm
 if TYPE_CHECKING:
     from hasten.strategies.mesh.strategy import MeshStrategy
 
-# A module by name, what its method ``log`` was called with, and the weight of means in this process, if it has one.
-LogCall = tuple[str, dict[str, Any], Tensor | None]
+
+class LogCall(NamedTuple):
+    """One call of ``self.log``."""
+
+    # The name of the module that logs.
+    module: str
+    arguments: dict[str, Any]
+    # What means count in this process; None for as much as in the others.
+    weight: Tensor | None
+
+
 # Methods of a strategy that all processes have to call.
 _COLLECTIVE = ("all_gather", "all_reduce", "barrier", "broadcast", "gather_objects")
 
@@ -174,8 +183,6 @@ class Pipeline:
     def simulate_one_process(self) -> None:
         """Compute the stages of one process while no other exists: what it gets has the right shape, and no values."""
         self._is_alone = True
-        own: Any = self
-        own._shared = lambda results: results if self._is_last else _Results(loss=torch.zeros(()))
 
     def check(self, module: nn.Module) -> bool:
         """Return whether the module has been divided before.
@@ -226,11 +233,11 @@ class Pipeline:
         @functools.wraps(function)
         def on_stages(batch: Any, *arguments: Any) -> Any:
             results = self._shared(compute(function, batch, arguments))
-            for name, given, weight in results.calls:
+            for call in results.calls:
                 assert self._module is not None
-                part: Any = self._module.get_submodule(name)
-                with nullcontext() if weight is None else weighing(weight):
-                    part.log(**given)
+                part: Any = self._module.get_submodule(call.module)
+                with nullcontext() if call.weight is None else weighing(call.weight):
+                    part.log(**call.arguments)
             return self._deferred(results) if trains else results.output
 
         return on_stages
@@ -311,8 +318,8 @@ class Pipeline:
                 fix="Return the loss, or 0 * loss.",
             )
         batch.outputs.append(_detached(rest))
-        weight, whole = rest.get("loss_weight"), _whole(loss)
-        return whole.reshape(()) * (batch.sizes[place] / sum(batch.sizes) if weight is None else weight)
+        weight = rest.get("loss_weight")
+        return whole(loss).reshape(()) * (batch.sizes[place] / sum(batch.sizes) if weight is None else weight)
 
     def _joined(self) -> _Results:
         """Return the results of all micro-batches as those of the batch."""
@@ -421,7 +428,7 @@ class Pipeline:
                     f"self.log({given['name']!r}, reduce_fx={given['reduce_fx']!r}): a function cannot be sent.",
                     "Use 'mean', 'sum', 'max' or 'min'.",
                 )
-            calls.append((module, given, self._weight))
+            calls.append(LogCall(module, given, self._weight))
 
         def refuse(name: str, *args: Any, **kwargs: Any) -> None:
             raise self._refused(
@@ -442,9 +449,11 @@ class Pipeline:
 
     def _shared(self, results: _Results) -> _Results:
         """Return the results of the last stage on all stages."""
+        if self._is_alone:
+            return results if self._is_last else _Results(loss=torch.zeros(()))
         box: list[Any] = [None]
         if self._is_last:
-            calls = [(name, self._named_metric(given), weight) for name, given, weight in results.calls]
+            calls = [call._replace(arguments=self._named_metric(call.arguments)) for call in results.calls]
             sent = (results.output, results.loss, results.weight, calls)
             box = [move_to(_detached(sent), "cpu")]
         source, device = self.schedule.process_of[-1], self._strategy.root_device
@@ -452,7 +461,7 @@ class Pipeline:
         if self._is_last:
             return results
         output, loss, weight, calls = move_to(box[0], device)
-        logged = [(name, self._found_metric(given), of_process) for name, given, of_process in calls]
+        logged = [call._replace(arguments=self._found_metric(call.arguments)) for call in calls]
         return _Results(output, loss, weight, logged)
 
     def _named_metric(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -581,14 +590,8 @@ def _kind(part: Any) -> Any:
 
 
 def _detached(output: Any) -> Any:
-    return map_tensors(lambda tensor: _whole(tensor.detach()), output)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor, such as a loss of split logits, as each process of the stage has it."""
-    value: Any = tensor
-    whole: Tensor = value.full_tensor() if is_sharded(value) else value
-    return whole
+    # Of split logits, a loss is a DTensor.
+    return map_tensors(lambda tensor: whole(tensor.detach()), output)
 
 
 def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[LogCall]:
@@ -602,29 +605,30 @@ def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[Lo
     found: dict[Any, list[tuple[int, LogCall]]] = {}
     counted: dict[Any, int] = {}
     for place, call in calls:
-        module, given, _ = call
-        key = (place, module, given["name"])
+        name = call.arguments["name"]
+        key = (place, call.module, name)
         counted[key] = counted.get(key, 0) + 1
-        found.setdefault((module, given["name"], counted[key]), []).append((place, call))
+        found.setdefault((call.module, name, counted[key]), []).append((place, call))
     joined: list[LogCall] = []
     for (module, _, _), each in found.items():
-        given, weight = dict(each[-1][1][1]), each[-1][1][2]
-        values = [one["value"] for _, (_, one, _) in each]
-        batch_sizes = [one.get("batch_size") for _, (_, one, _) in each]
+        last = each[-1][1]
+        given, weight = dict(last.arguments), last.weight
+        values = [call.arguments["value"] for _, call in each]
+        batch_sizes = [call.arguments.get("batch_size") for _, call in each]
         given_sizes = all(size is not None for size in batch_sizes)
         counts = batch_sizes if given_sizes else [sizes[place] for place, _ in each]
         if not isinstance(values[0], nn.Module):
             numbers = torch.stack([torch.as_tensor(value).detach().double().reshape(()) for value in values])
             shares = torch.stack([torch.as_tensor(count).to(numbers) for count in counts])
             if weight is not None:
-                each_weight = torch.stack([one for _, (_, _, one) in each if one is not None])
+                each_weight = torch.stack([call.weight for _, call in each if call.weight is not None])
                 total, shares = shares.sum(), shares * each_weight.to(numbers)
                 weight = shares.sum() / total
             joined_value = _reduced(numbers, shares, given.get("reduce_fx", "mean"))
             given["value"] = joined_value.to(torch.as_tensor(values[0]).dtype)
         if given_sizes:
             given["batch_size"] = sum(counts)
-        joined.append((module, given, weight))
+        joined.append(LogCall(module, given, weight))
     return joined
 
 
