@@ -16,6 +16,10 @@ from hasten import elsewhere, resolve
 PAGE = Path(__file__).parents[1] / "docs" / "strategy_names.md"
 
 _BEGINNING = """\
+---
+hide: [toc]
+---
+
 # Names of strategies and accelerators
 
 This page lists every name for a way to train on many devices that Lightning (1.x, 2.x and its plugins), Fabric,

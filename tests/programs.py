@@ -127,9 +127,15 @@ class Forked:
             text += part
         return int(text)
 
+    def _is_ready(self, timeout: float) -> bool:
+        """Return whether it has ended, within so many seconds; ``select`` takes small descriptors only."""
+        answer = select.poll()
+        answer.register(self._answers, select.POLLIN)
+        return bool(answer.poll(timeout * 1000))
+
     def send_signal(self, number: int) -> None:
         """Send it a signal if it runs."""
-        if self.returncode is None and not select.select([self._answers], [], [], 0)[0]:
+        if self.returncode is None and not self._is_ready(0):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -139,7 +145,7 @@ class Forked:
     def wait(self, timeout: float = 600) -> int:
         """Return the exit code; kill the program and raise if it takes longer."""
         if self.returncode is None:
-            ready, _, _ = select.select([self._answers], [], [], timeout)
+            ready = self._is_ready(timeout)
             if not ready:
                 self.kill()
             self.returncode = self._next_answer()

@@ -232,7 +232,7 @@ def test_a_removed_callback_a_patched_hook_and_another_interval_count_from_that_
 
     def change(trainer: Any, module: Any) -> None:
         def transfer(batch: Any, device: Any, dataloader_idx: int) -> Any:
-            moved.append(trainer.fit_loop.batch_idx)
+            moved.append(trainer.global_step)
             return batch
 
         module.transfer_batch_to_device = transfer
@@ -241,7 +241,7 @@ def test_a_removed_callback_a_patched_hook_and_another_interval_count_from_that_
 
     quiet(callbacks=[notes, At(change)], logger=logger, log_every_n_steps=5).fit(Steps(), loader())
     assert len(notes.outputs) == 5
-    assert moved == [5, 6, 7, 8]
+    assert moved == [6, 7, 8, 9]
     assert [step for step, _ in logger.rows] == [4, 5, 7, 9]
 
 

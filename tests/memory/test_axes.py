@@ -70,9 +70,13 @@ def test_memory_changes_no_bit_on_any_axis() -> None:
         micro_batches, is_host=lambda device: False, offloaded=functools.partial(offloaded, smallest_bytes=0)
     )
     plan = {"blocks.*.up": "colwise", "blocks.*.drop": "split_dropout", "blocks.*.down": "rowwise"}
-    for axes in ({"tensor": 2, "plan": plan}, {"context": 2}, {"pipeline": 2}):
+    for axes, ways in (
+        ({"tensor": 2, "plan": plan}, ("selective", "offload")),
+        ({"context": 2}, ("full", "offload")),
+        ({"pipeline": 2}, ("selective", "full", "offload")),
+    ):
         expected = trained(MeshStrategy(**axes), None)  # type: ignore[arg-type]
-        for memory in ("selective", "full", "offload"):
+        for memory in ways:
             with on_gpu:
                 found = trained(MeshStrategy(**axes), memory)  # type: ignore[arg-type]
             for name, value in expected.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,10 @@ MOST_MODULES = 164
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("start_up")
-    done = run_python("-W", "ignore", "-c", PROGRAM, cwd=folder)
+def counted() -> dict[str, Any]:
+    # Not in pytest's folder: Python's functions for paths make a call for each folder above, more of them under xdist.
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_python("-W", "ignore", "-c", PROGRAM, cwd=Path(folder))
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -147,6 +149,6 @@ def test_no_fit_makes_a_full_pass_of_the_garbage_collector(counted: dict[str, An
     assert counted["passes"] == 0
 
 
-@pytest.mark.parametrize(("what", "allowed"), [("defaults", 6000), ("off", 2930), ("validate", 700), ("fabric", 600)])
+@pytest.mark.parametrize(("what", "allowed"), [("defaults", 5990), ("off", 2930), ("validate", 700), ("fabric", 600)])
 def test_a_repeated_call_costs_few_calls(counted: dict[str, Any], what: str, allowed: int) -> None:
     assert counted["calls"][what] <= counted["calls"]["plain"] + allowed

@@ -206,7 +206,8 @@ class Pace:
             self._due = self._sample_due = now + _FIRST_SECONDS
             self._speed_due = now + _SECONDS
             return
-        self._leave_out_stops(run)
+        if self._continued != StopRequests.continued:
+            self._leave_out_stops(run)
         if not is_last and not self.counts and self._sizes_known and run.logged.batch is not None:
             self._size = batch_size_of(run.logged.batch)[0]
         if times is not None and times.running:
@@ -237,9 +238,7 @@ class Pace:
         self._due = 0.0
 
     def _leave_out_stops(self, run: Run) -> None:
-        """Begin to count anew if the process was stopped since the last line: clocks have run meanwhile."""
-        if self._continued == StopRequests.continued:
-            return
+        """Begin to count anew, as the process was stopped since the last line: clocks have run meanwhile."""
         self._continued = StopRequests.continued
         self.drop_sample()
         self._last_written = self._totals()
@@ -280,7 +279,8 @@ class Pace:
             if self._times is not None:
                 self._take_sample(run, self._times)
             if self._history:
-                self._leave_out_stops(run)
+                if self._continued != StopRequests.continued:
+                    self._leave_out_stops(run)
                 self._write_speed(run)
             self._run, self.measures = None, False
 
@@ -347,7 +347,8 @@ class Pace:
         """Return how fast the last seconds were; None before the second step."""
         if self._run is None or not self._history:
             return None
-        self._leave_out_stops(self._run)
+        if self._continued != StopRequests.continued:
+            self._leave_out_stops(self._run)
         now = self._look()
         if now.batches <= self._history[0].batches:
             return None
