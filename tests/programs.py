@@ -51,18 +51,6 @@ def run_python(
     )
 
 
-def start_python(*words: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-    """Start ``python WORDS...`` with one thread; its output and errors come together in ``stdout``."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env=environment_of_python() | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def fork_python(
     *words: str | Path, cwd: Path | None = None, timeout: float = 600, **environment: str
 ) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.programs import ROOT, fork_python, start_python
+from tests.programs import ROOT, Forked, fork_python
 
 from hasten.commands import main
 from hasten_tools.commands import launch
@@ -159,7 +159,7 @@ def test_restarted_runs_end_with_the_same_weights_under_both_launchers(tmp_path:
         (tmp_path / name).mkdir()
         # Different processes are killed, at different steps.
         killed = (str(number), str(5 + 3 * number))
-        runs[name] = start_python("-m", *words, RESTARTS, "--worker", tmp_path / name, *killed)
+        runs[name] = Forked(("-m", *words, RESTARTS, "--worker", tmp_path / name, *killed))
     for name, run in runs.items():
         try:
             output, _ = run.communicate(timeout=600)

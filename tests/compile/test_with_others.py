@@ -18,7 +18,7 @@ from hasten.compile.cache import keep_torchs_cache
 from hasten.compile.report import FROZEN
 from tests.compile.test_compile import TRACED, Deep, Net, fitted, fitted_alike, graphs
 from tests.models import loader, quiet, same_weights
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 # -- Fabric
@@ -253,7 +253,7 @@ print("RESULT", report.graphs, report.cache_hit, report.seconds_saved, found["va
 
 
 def run_program(cache: Path) -> tuple[list[str], str]:
-    done = run_python("-c", PROGRAM, HASTEN_CACHE=str(cache), TORCHINDUCTOR_COMPILE_THREADS="1")
+    done = fork_python("-c", PROGRAM, HASTEN_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
     return line.split()[1:], done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,14 +83,9 @@ def imports_of(module: str, source: str, known: frozenset[str]) -> Iterator[tupl
                     yield node.lineno, name if name in known else base
 
 
-def all_imports() -> dict[str, list[tuple[int, str]]]:
-    known = frozenset(MODULES)
-    return {
-        module: list(imports_of(module, path.read_text(encoding="utf-8"), known)) for module, path in MODULES.items()
-    }
-
-
-IMPORTS = all_imports()
+@functools.cache
+def imports_in(module: str) -> list[tuple[int, str]]:
+    return list(imports_of(module, MODULES[module].read_text(encoding="utf-8"), frozenset(MODULES)))
 
 
 def test_the_table_of_layers_has_every_package_and_no_other() -> None:
@@ -103,7 +99,7 @@ def test_imports_point_down(module: str) -> None:
     mine = layer_of(module)
     assert mine is not None
     wrong = []
-    for line, imported in IMPORTS[module]:
+    for line, imported in imports_in(module):
         theirs = layer_of(imported)
         if theirs is not None and theirs > mine:
             wrong.append(f"{MODULES[module].name}:{line} (layer {mine}) imports {imported} (layer {theirs})")
@@ -114,7 +110,7 @@ def rooms_seen_by(room: str) -> set[str]:
     """Return the rooms that the modules of a room import; an empty name for the package's own face."""
     members = [module for module in MODULES if package_of(module) == room]
     assert members
-    return {imported.partition(".")[2].partition(".")[0] for module in members for _, imported in IMPORTS[module]}
+    return {imported.partition(".")[2].partition(".")[0] for module in members for _, imported in imports_in(module)}
 
 
 def test_the_front_doors_do_not_know_each_other() -> None:
@@ -130,16 +126,16 @@ def test_nothing_below_the_front_doors_sees_them(room: str) -> None:
 @pytest.mark.parametrize("module", sorted(module for module in MODULES if module.partition(".")[0] == "hasten"))
 def test_the_core_imports_no_other_root(module: str) -> None:
     """Neither at the top of a module nor in a function; for type checkers it may."""
-    assert [name for _, name in IMPORTS[module] if name.partition(".")[0] != "hasten"] == []
+    assert [name for _, name in imports_in(module) if name.partition(".")[0] != "hasten"] == []
 
 
 @pytest.mark.parametrize("backend", ["hasten_deepspeed", "hasten_xla"])
 def test_a_backend_imports_the_core_alone(backend: str) -> None:
     imported = {
         name.partition(".")[0]
-        for module, names in IMPORTS.items()
+        for module in MODULES
         if module.partition(".")[0] == backend
-        for _, name in names
+        for _, name in imports_in(module)
     }
     assert imported <= {"hasten", backend}
 
@@ -186,8 +182,8 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_imports_in_a_circle() -> None:
     graph = {
-        module: {name for _, name in found if name != module and name in MODULES}
-        for module, found in IMPORTS.items()
+        module: {name for _, name in imports_in(module) if name != module and name in MODULES}
+        for module in MODULES
         if module != "hasten"  # The public names: nobody below may import them, see above.
     }
     assert circle_in(graph) == []

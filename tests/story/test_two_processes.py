@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.programs import fork_python, run_python
+from tests.programs import fork_python
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(folder: Path, strategy: str, devices: int = 2, launcher: Any = None) -> Path:
+def run(folder: Path, strategy: str, devices: int = 2, launcher: tuple[str, ...] = ()) -> Path:
     output = folder / "output"
-    words = (PROGRAM, strategy, output, str(devices))
-    done = fork_python(*words) if launcher is None else run_python(*words, start=launcher)
+    done = fork_python(*launcher, PROGRAM, strategy, output, str(devices))
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 
@@ -35,7 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "launcher"),
-    [("ddp", None), ("ddp", TORCHRUN), ("ddp_spawn", None)],
+    [("ddp", ()), ("ddp", TORCHRUN), ("ddp_spawn", ())],
     ids=["started-by-hasten", "torchrun", "spawn"],
 )
 def test_weights_equal_the_single_process_run(strategy: str, launcher: Any, alone: Any, tmp_path: Path) -> None:

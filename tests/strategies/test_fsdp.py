@@ -70,7 +70,9 @@ def loader(batch_size: int, samples: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
-def fit(devices: int, strategy: Any, net: Net | None = None, **options: Any) -> tuple[L.Trainer, Net]:
+def fit(
+    devices: int, strategy: Any, net: Net | None = None, *, samples: int = 32, **options: Any
+) -> tuple[L.Trainer, Net]:
     """Train on the same batches, whatever the number of devices."""
     net = Net() if net is None else net
     arguments = {
@@ -78,7 +80,7 @@ def fit(devices: int, strategy: Any, net: Net | None = None, **options: Any) -> 
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     } | options  # fmt: skip
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **arguments)
-    trainer.fit(net, loader(8 // devices, 48), loader(8 // devices, 16))
+    trainer.fit(net, loader(8 // devices, samples), loader(8 // devices, 16))
     return trainer, net
 
 
@@ -315,9 +317,9 @@ class SavesInside(L.Callback):
 @pytest.mark.world_size(2)
 def test_a_file_saved_within_an_accumulation_resumes_under_every_strategy(tmp_path: Path) -> None:
     path = tmp_path / "inside.ckpt"
-    whole_run = whole(fit(1, "auto", accumulate_grad_batches=4)[1])
+    whole_run = whole(fit(1, "auto", samples=48, accumulate_grad_batches=4)[1])
     for saves in ("fsdp", "ddp"):
-        saved = fit(2, saves, accumulate_grad_batches=4, callbacks=[SavesInside(path)])
+        saved = fit(2, saves, samples=48, accumulate_grad_batches=4, callbacks=[SavesInside(path)])
         torch.testing.assert_close(whole(saved[1]), whole_run)
         for resumes in ("fsdp", "ddp"):
             trainer, net = quiet_trainer(resumes), Net()

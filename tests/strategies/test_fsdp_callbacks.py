@@ -34,8 +34,9 @@ AVERAGES: dict[str, Callable[[], Any]] = {
 
 
 def close(ours: Any, expected: Any, tolerance: float) -> None:
+    found = whole(ours)
     for name, value in whole(expected).items():
-        torch.testing.assert_close(whole(ours)[name], value, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.world_size(2)
@@ -76,7 +77,7 @@ def resumed(devices: int, strategy: str, path: str, callback: Any) -> Net:
         gradient_clip_val=0.5, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=callback,
     )  # fmt: skip
-    trainer.fit(net, loader(8 // devices, 48), loader(8 // devices, 16), ckpt_path=path)
+    trainer.fit(net, loader(8 // devices, 32), loader(8 // devices, 16), ckpt_path=path)
     return net
 
 

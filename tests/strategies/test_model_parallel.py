@@ -205,10 +205,9 @@ def trained(module: Recorded, data: Any, strategy: Any = "auto", devices: int = 
 
 def same(one: Recorded, other: Recorded, **tolerance: float) -> None:
     tolerance = tolerance or CLOSE
+    found = weights(other)
     for name, value in weights(one).items():
-        torch.testing.assert_close(
-            weights(other)[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
     torch.testing.assert_close(torch.tensor(other.norms), torch.tensor(one.norms), **tolerance)
     torch.testing.assert_close(other.logged["train_loss_epoch"], one.logged["train_loss_epoch"], **tolerance)
 
