@@ -30,7 +30,7 @@ DEEPSPEED ?= .venv-deepspeed
 TORCHAO ?= .venv-torchao
 ARGS ?=
 # Test processes that run side by side, with one thread each.
-JOBS ?= 2
+JOBS ?= 3
 
 # The tests start hundreds of processes. Without bytecode, each would compile all of torch anew: 10 s instead of 3.
 unexport PYTHONDONTWRITEBYTECODE

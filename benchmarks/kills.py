@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import hashlib
+import itertools
 import json
 import logging
+import multiprocessing
 import os
 import random
 import shlex
@@ -33,6 +35,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -445,6 +448,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--only", default="", help="a part of the names of the kinds of runs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="kinds of runs that are killed side by side")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
     print(shlex.join(["python", *sys.argv]), flush=True)
@@ -457,21 +461,30 @@ def main() -> None:
     rows: dict[str, Found] = {}
     print("| runs | kills | within a save | torn | resumed bit-exact | hung | slowest end, s | seconds |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, kind in kinds.items():
-        with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as home:
-            runs = Runs(kind, Path(home), random.Random(f"{given.seed} {name}"))
-            runs.kill(max(1, round(given.kills * kind.share / shares)))
-        found = rows[name] = runs.found
-        print(
-            f"| {name} | {found.kills:,} | {found.within_a_save:,} | {found.torn} | "
-            f"{found.resumed_exactly:,} | {found.hung} | {found.slowest_end_seconds:.1f} | {found.seconds:.0f} |",
-            flush=True,
-        )
-        for problem in found.problems:
-            print(problem, file=sys.stderr)
+    counts = [max(1, round(given.kills * kind.share / shares)) for kind in kinds.values()]
+    # Forked, as the runs are: each has what is imported here.
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("fork")) as processes:
+        done = processes.map(runs_that_are_killed, kinds, counts, itertools.repeat(given.seed))
+        for name, found in zip(kinds, done, strict=True):
+            rows[name] = found
+            print(
+                f"| {name} | {found.kills:,} | {found.within_a_save:,} | {found.torn} | "
+                f"{found.resumed_exactly:,} | {found.hung} | {found.slowest_end_seconds:.1f} | {found.seconds:.0f} |",
+                flush=True,
+            )
+            for problem in found.problems:
+                print(problem, file=sys.stderr)
     if given.json:
         given.json.write_text(json.dumps({name: asdict(found) for name, found in rows.items()}, indent=1) + "\n")
     sys.exit(any(found.problems for found in rows.values()))
+
+
+def runs_that_are_killed(name: str, kills: int, seed: int) -> Found:
+    """Kill runs of a kind so many times; return what came out."""
+    with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as home:
+        runs = Runs(KINDS[name], Path(home), random.Random(f"{seed} {name}"))
+        runs.kill(kills)
+    return runs.found
 
 
 def prepare(kinds: dict[str, Kind]) -> None:

@@ -43,6 +43,9 @@ STRATEGIES: dict[str, tuple[int, int, Any]] = {
     "shard 2 x tensor 2": (4, 2, lambda: MeshStrategy(tensor=2, plan=PLAN, state_dict_type="sharded")),
     "context 4": (4, 1, lambda: MeshStrategy(context=4)),
     "shard 2 x context 2": (4, 2, lambda: MeshStrategy(context=2)),
+    "pipeline 4": (4, 1, lambda: MeshStrategy(pipeline=4)),
+    "shard 2 x pipeline 2": (4, 2, lambda: MeshStrategy(pipeline=2)),
+    "tensor 2 x pipeline 2": (4, 1, lambda: MeshStrategy(tensor=2, pipeline=2, plan=PLAN)),
 }
 
 
@@ -71,7 +74,16 @@ def train(name: str, folder: Path, resumed_from: Path | None = None) -> list[Ten
     trainer.fit(module, loader, ckpt_path=resumed_from)
     assert trainer.global_step == STEPS
     assert len(module.losses) == STEPS * ACCUMULATED // (2 if resumed_from else 1)
-    return module.weights()
+    # The parameters of other stages are not numbers.
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in module.parameters()]
+
+
+def difference(some: list[Tensor], others: list[Tensor]) -> float:
+    """Return the largest difference of a weight, on any process."""
+    held = [pair for pair in zip(some, others, strict=True) if not any(weight.isnan().any() for weight in pair)]
+    found = torch.tensor(largest(*map(list, zip(*held, strict=True))))
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return float(found)
 
 
 def compare(folder: Path, only: str) -> None:
@@ -86,8 +98,8 @@ def compare(folder: Path, only: str) -> None:
             if only not in saved and only not in resumed:
                 continue
             found = train(resumed, folder, path)
+            row = {"saved": saved, "resumed": resumed, "weight": difference(found, uninterrupted)}
             if rank == 0:
-                row = {"saved": saved, "resumed": resumed, "weight": largest(found, uninterrupted)}
                 print(json.dumps(row), flush=True)
 
 
