@@ -61,7 +61,7 @@ class FakeProgram:
 
 
 def names_in(orders: Orders) -> Levers:
-    """Return the levers that orders switch on: hasten's by their effects, planted ones by their argument."""
+    """Return the speed-ups that orders switch on: hasten's by their effects, planted ones by their argument."""
     known = {
         each.name
         for each in LEVERS

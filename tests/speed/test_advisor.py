@@ -98,7 +98,7 @@ def unpicklable() -> planted.Sleeper:
         ({"model": planted.Broken()}, RuntimeError, "cannot be measured: KeyError: 'no such column'"),
         ({"model": unpicklable()}, TypeError, r"the model cannot be sent.*hasten advise program\.py"),
         ({"given": ["compil"]}, ValueError, "Did you mean 'compile'"),
-        ({"given": [3]}, TypeError, "names of levers"),
+        ({"given": [3]}, TypeError, "names of speed-ups"),
         ({"given": [planted.LIAR, planted.LIAR]}, ValueError, "twice"),
         ({"rounds": 0}, ValueError, "rounds=0"),
         ({"budget_seconds": -1.0}, ValueError, "budget_seconds=-1"),

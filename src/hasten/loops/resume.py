@@ -147,7 +147,7 @@ class RunState:
                 runtime.strategy.sharding.to_checkpoint(weight) for weight in run.averages.training_weights
             ]
         if run.observers.levers is not None:
-            # A run that continues from here uses the same levers, whatever is measured or cached by then.
+            # A run that continues from here uses the same speed-ups, whatever is measured or cached by then.
             entries["levers"] = list(run.observers.levers)
         entries["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
         return {**checkpoint, "hasten": entries}

@@ -242,7 +242,7 @@ class Trainer(TrainerView):
         self.profiler = resolve_profiler(profiler)
         self._runtime = _runtime_for(self._given)
         set_deterministic(deterministic, benchmark=benchmark)
-        # Names of the levers that speed=... has switched on; None before it has chosen.
+        # Names of the speed-ups that speed=... has switched on; None before it has chosen.
         self.chosen_levers: tuple[str, ...] | None = None
         self.state = TrainerState()
         self._progress = Progress()

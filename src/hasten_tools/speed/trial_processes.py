@@ -425,7 +425,7 @@ def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, 
 
 
 class SpeedInterval(NamedTuple):
-    """The logarithm of a speed-up: the estimate, and the ends of its interval."""
+    """The logarithm of a gain in speed: the estimate, and the ends of its interval."""
 
     middle: float
     low: float
@@ -532,7 +532,7 @@ def _risk_beyond(t: float, freedom: int) -> float:
 class Comparison:
     """How fast a trial is, measured in turns with another."""
 
-    # The smallest speed-up that counts.
+    # The smallest gain that counts.
     worth: float = 1.0 + SMALLEST_GAIN
     # Fewer pairs of turns are not judged, unless the time is over; where turns differ much, so many as must agree if
     # the result is to be named.
@@ -628,7 +628,7 @@ def race(
 ) -> list[Comparison]:
     """Let trials take turns (A B C A B C ...), each challenger until it is certain how it compares with the base.
 
-    The interval of a speed-up holds over all looks at it: a factor of four shows in two turns, three percent in
+    The interval of a gain holds over all looks at it: a factor of four shows in two turns, three percent in
     forty. After ``until`` only the second turn is taken, and none that would end after ``deadline``; there are at least
     ``fewest`` if there is time (if ``wary``, more where turns differ much), and at most ``most``. A challenger that
     fails has the error in its comparison.
