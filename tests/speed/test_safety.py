@@ -1,4 +1,4 @@
-"""The classes of speed-ups: what each may change is measured, what speed="auto" may switch on, and what the docs say."""
+"""The classes of speed-ups: what each may change is measured, what speed="auto" may use, and what the docs say."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="hasten demo",
         description=(
-            "Train a model on real data: with the plain PyTorch loop, the same in hasten, then one speed-up after "
+            "Train a model on real data: the plain PyTorch loop, the same in hasten, then one speed-up after "
             "another. Prints the changed line, seconds, speed and test accuracy of each row, writes them as a bar chart "
             "(png), CSV and JSON, and ends with the line to write."
         ),
