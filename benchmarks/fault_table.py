@@ -487,7 +487,7 @@ CASES = (
         "file system", "rename across devices (EXDEV)", checkpoints,
         failing(("replace", "rename"), errno.EXDEV), 1, "cross-device", "10",
     ),
-    Case("file system", "names without case", without_case, nothing, 0, "trained 40", "10 20 30 40 20-v1 40-v1"),
+    Case("file system", "case-insensitive names", without_case, nothing, 0, "trained 40", "10 20 30 40 20-v1 40-v1"),
     Case("background saves", "read-only", background, read_only, 1, "Read-only file system", "10", TMPFS),
     Case("background saves", "full", background, full, 1, "No space left on device", "10", SMALL),
     Case("background saves", "stale handle (ESTALE)", background, STALE, 1, "Stale file handle", "10"),
@@ -664,7 +664,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare()
-    rows, bad = [], 0
+    rows: dict[str, list[str]] = {}
+    bad = 0
     for case in CASES:
         needs_root = case.mount or case.shared_memory or case.begin is no_permission
         if arguments.only not in f"{case.place}, {case.fault}" or (needs_root and os.geteuid() != 0):
@@ -680,19 +681,27 @@ def main() -> None:
         if arguments.show or not row["ok"]:
             print(row["output"])
         said = "" if row["said"] == f"trained {STEPS} steps" else f"`{_cut(row['said'])}`"
-        rows.append(
-            f"| {case.place} | {case.fault} | {row['kept'] or 'nothing'} | {said or 'nothing'} | {row['code']} |"
+        rows.setdefault(case.place, []).append(
+            f"| {case.fault} | {row['kept'] or 'nothing'} | {said or 'nothing'} | {row['code']} |"
         )
     if arguments.write and not arguments.only:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        table = "\n".join(["| place | fault | kept | said | exit code |", "|---|---|---|---|---|", *rows])
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        tables = "\n\n".join("\n".join([f"### {_titled(place)}", "", *_HEAD, *rows[place]]) for place in rows)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     raise SystemExit(bool(bad))
 
 
+_HEAD = ("| fault | steps kept | message | exit code |", "|---|---|---|---|")
+
+
+def _titled(place: str) -> str:
+    return place[:1].upper() + place[1:]
+
+
 def _cut(text: str) -> str:
-    text = text.replace("|", "/").replace("`", "'")
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    """Return what a message says, without the number of the error and the path that all rows share."""
+    text = re.sub(r"\[Errno \d+\] |(: b?'/place/[^']*')$", "", text.replace("|", "/").replace("`", "'"))
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 if __name__ == "__main__":
