@@ -500,7 +500,7 @@ CASES = (
         failing(("replace", "rename"), errno.EXDEV), 1, "cross-device", "10",
     ),
     Case("bucket", "every third call fails", in_bucket, nothing, 1, "503 Slow Down", ""),
-    Case("uploads", "every third call fails", uploads_third, nothing, 1, "on this machine alone", "10 20 30 40"),
+    Case("uploads", "every third call fails", uploads_third, nothing, 1, "only on this machine", "10 20 30 40"),
     Case(
         "uploads", "each call takes 5 s", uploads_late, nothing, 0, "trained 40",
         "10 20 30 40, and copies of 10 20 30 40",
@@ -515,8 +515,8 @@ CASES = (
     Case("cache", "read-only from the beginning", cache, nothing, 0, "trained 40", "10 20 30 40", "size=8m,ro"),
     Case("worker", "killed, as by the OOM killer", workers(die), nothing, 1, "killed by signal: Killed", "10 (1.|20)"),
     Case("worker", "out of memory (RLIMIT_AS)", workers(take_memory), nothing, 1, "MemoryError", "10 20"),
-    Case("worker", "late by 22 s", workers(be_late), nothing, 0, "has not come from the 2 worker", "10 20 30 40"),
-    Case("worker", "stuck, then SIGTERM", workers(hang), terminate_soon, 143, "has not come from the 2", "10 20"),
+    Case("worker", "late by 22 s", workers(be_late), nothing, 0, "has not arrived from the 2 worker", "10 20 30 40"),
+    Case("worker", "stuck, then SIGTERM", workers(hang), terminate_soon, 143, "has not arrived from the 2", "10 20"),
     Case("worker", "stuck, with timeout=5", workers(hang, timeout=5.0), nothing, 1, "timed out after 5", "10 20"),
     Case("worker", "forked while a thread holds a lock", lock_is_held, terminate_soon, 143, "has not", "10 20"),
     Case(

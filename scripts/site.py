@@ -108,7 +108,7 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "accelerators": ("Accelerators", "Kinds of devices.", ("hasten.accelerators",)),
     "data": ("Data", "Loaders, samplers and packing.", ("hasten.data",)),
     "optim": ("Optimizers", "hasten's optimizers, and what `configure_optimizers` may return.", ("hasten.optim",)),
-    "speed": ("Speed", "Functions that speed a model up, and descriptions of speed-ups.", ("hasten_tools.speed.levers",)),
+    "speed": ("Speed", "Functions that make a model faster, and speed-ups.", ("hasten_tools.speed.levers",)),
     "profilers": ("Profilers", "Where the time of a run goes.", ("hasten.profilers",)),
     "tuner": ("Tuner", "The search for a batch size and a learning rate.", ("hasten.tuner",)),
     "report": ("Reports", "Model summaries and plots.", ("hasten.report",)),

@@ -85,7 +85,7 @@ class FakeTrial:
         program = self.program
         if program.now + program.start_seconds > until:
             program.now = max(program.now, until)
-            raise LateError("the time was over before it was ready")
+            raise LateError("time ran out before it was ready")
         program.now += program.start_seconds
         return {"given": {}}
 
@@ -97,7 +97,7 @@ class FakeTrial:
             each[0] += program.prepare_seconds(self.levers)
         if program.now + sum(each) > until:
             program.now = max(program.now, until)
-            raise LateError("the time was over before it was ready")
+            raise LateError("time ran out before it was ready")
         losses: list[float | None] = [program.losses(self.levers, self.steps + step) for step in range(steps)]
         self.steps += steps
         program.now += sum(each)

@@ -139,7 +139,7 @@ def test_a_training_of_few_steps_starts_at_once(
     trainer = quiet(**{"max_epochs": None, "speed": "auto", **arguments})
     trainer.fit(planted.Sleeper(0.0), loader())
     assert trainer.global_step == (1 if "fast_dev_run" in arguments else 3)
-    assert "ends before anything could be measured: it goes on unchanged" in caplog.text
+    assert "ends before anything could be measured: it continues unchanged" in caplog.text
 
 
 def test_what_cannot_be_sent_to_other_processes_keeps_what_was_found_before(

@@ -320,7 +320,7 @@ def test_a_lever_that_gets_ready_too_late_is_cut_off() -> None:
     program = FakeProgram(by_gains, prepare_seconds=lambda levers: 1000.0 * ("double" in levers))
     found = program.advise([lever("triple"), lever("double")], budget_seconds=100.0)
     assert verdicts(found) == {"triple": "wins", "double": "no time"}
-    assert found.row("double").reason == "the time was over before it was ready"
+    assert found.row("double").reason == "time ran out before it was ready"
     assert program.now <= 100.0
 
 

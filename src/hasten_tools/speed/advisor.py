@@ -231,7 +231,7 @@ class LineSearch:
 
     def _advice(self, levers: Sequence[Lever], lines: list[Line]) -> Advice:
         races, facts = self._races, self._facts
-        late = "interrupted" if self._is_interrupted else "the time was over before it began"
+        late = "interrupted" if self._is_interrupted else "time ran out before it began"
         for lever in levers:
             row = Row(lever.name, lever.line, lever.safety_in(facts), words.NO_TIME, late)
             self._rows.setdefault(lever.name, row)
@@ -376,7 +376,7 @@ class LineSearch:
     def _late(self, lever: Lever, *, again: bool) -> None:
         self._to_try = [other for other in self._to_try if other is not lever]
         if not again:
-            reason = "the time was over before it began"
+            reason = "time ran out before it began"
             row = Row(lever.name, lever.line, lever.safety_in(self._facts), words.NO_TIME, reason)
             self._rows[lever.name] = row
 
@@ -484,7 +484,7 @@ class LineSearch:
     ) -> list[Row]:
         """Return the rows of lines that are raced against a base, within this share of the time if possible."""
         now, until = self._clock(), self._until - (self._reserve() if reserve is None else reserve)
-        error: TrialError = LateError("the time was over before it began")
+        error: TrialError = LateError("time ran out before it began")
         if now < until:
             try:
                 return self._races.run(base, lines, until=until, enough_at=now + share, deadline=self._until)
@@ -525,7 +525,7 @@ class LineSearch:
     def _against_the_unchanged(self, lines: Sequence[Levers]) -> list[Row]:
         named = {name_of(line): line for line in lines}
         if self._until - self._clock() < self._races.start_seconds + 2 * self._races.inspected.step_seconds:
-            late = LateError("the time was over before it began")
+            late = LateError("time ran out before it began")
             classes = [max(lever.safety_in(self._facts) for lever in line) for line in lines]
             return [failed(Row(name, "", safety, ""), late) for name, safety in zip(named, classes, strict=True)]
         self._say(f"measuring what to write against the unchanged program ({self._left()})")

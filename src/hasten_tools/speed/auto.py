@@ -124,7 +124,7 @@ def program_of(
     if b"__main__" in pickled and main is None:
         raise make_error(
             TypeError,
-            "Trainer.advise: the class of the model was typed in here, and other processes cannot find it.",
+            "Trainer.advise: the class of the model was defined in this session, where other processes cannot find it.",
             fix="Import it from a file; or run: hasten advise program.py",
         )
     names = conventions.current() is not conventions.HASTEN
@@ -208,7 +208,7 @@ class _Choosing:
                 origin += f", kept in {kept}" if kept else ""
                 if kept is None and trainer.runtime.several_processes:
                     advice, text = None, "the result cannot be kept for the other processes"
-                    rank_zero_warn(f"speed={self._speed!r}: {text}: training goes on unchanged.")
+                    rank_zero_warn(f"speed={self._speed!r}: {text}: training continues unchanged.")
         if advice is None:
             return (), []
         verdicts[trainer] = advice
@@ -244,13 +244,13 @@ class _Choosing:
             # All must do the same, and none can wait for another here.
             self._log(
                 "no result is kept for this program; measure it once on one device: hasten advise program.py. "
-                "Training goes on unchanged."
+                "Training continues unchanged."
             )
             return False
         if trainer.fast_dev_run or self._known_batches() < FEWEST_BATCHES:
             few = f"max_steps={trainer.max_steps}" if trainer.max_steps >= 0 else f"max_epochs={trainer.max_epochs}"
             what = "fast_dev_run" if trainer.fast_dev_run else few
-            self._log(f"{what} ends before anything could be measured: it goes on unchanged.")
+            self._log(f"{what} ends before anything could be measured: it continues unchanged.")
             return False
         return True
 
@@ -268,12 +268,12 @@ class _Choosing:
             choice = first.choose(self._known_batches())
         except TrialError as error:
             # What is wrong shows when the training begins.
-            self._log(f"nothing was measured, training goes on unchanged: {error.text}")
+            self._log(f"nothing was measured, training continues unchanged: {error.text}")
             return None
         finally:
             undo()
         if choice is None:
-            self._log("this training ends before anything could be measured: it goes on unchanged.")
+            self._log("this training ends before anything could be measured: it continues unchanged.")
             return None
         rest = others(levers)
         # Of a training without a known end, no share is known either.
@@ -296,7 +296,7 @@ class _Choosing:
             found = measure(program, levers=levers, plan=plan)
         except (TypeError, AdviceError) as error:
             text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
-            kept = "what was measured before is used" if chosen else "training goes on unchanged"
+            kept = "what was measured before is used" if chosen else "training continues unchanged"
             rank_zero_warn(f"speed={self._speed!r}: nothing more was measured, {kept}: {text}")
             return advice
         return together(advice, found, chosen)
@@ -323,7 +323,7 @@ class _Choosing:
             factor = advice.factor(best) if best is not None and len(levers) == len(wanted) else ""
             self._log(f"{f'{factor} with ' if factor else ''}{composed(levers)} ({origin}).")
         else:
-            self._log(f"nothing is faster here, training goes on unchanged ({origin}).")
+            self._log(f"nothing is faster here, training continues unchanged ({origin}).")
         self._recommend(advice)
         return self._switch_on(levers)
 

@@ -378,7 +378,7 @@ class FirstChoice:
         if any(lever.name in other.conflicts for other in line):
             return line
         if self._left_seconds() < 5.0 * self._plain.seconds:
-            self._refused(lever, "it would take more than it can gain", words.NO_TIME)
+            self._refused(lever, "measuring it would take more time than it can gain", words.NO_TIME)
             return line
         tried = tuple(other for other in line if other.name != "resident data")
         longer = (*tried, lever)
@@ -528,7 +528,7 @@ class LineInPlace:
     def turn(self, steps: int, until: float = math.inf) -> Turn:
         """Train one step, and time so many more."""
         if time.monotonic() + self.seconds > until:
-            raise LateError("the time was over before it began")
+            raise LateError("time ran out before it began")
         sight = self._place.look(self.levers, lambda batches: steps, checks=False)
         self.seconds = sight.seconds
         if sight.turn is None:

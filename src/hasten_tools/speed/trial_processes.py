@@ -86,7 +86,7 @@ class TrialError(RuntimeError):
 
 
 class LateError(TrialError):
-    """Raised if the time was over before a trial answered."""
+    """Raised if time ran out before a trial answered."""
 
 
 @dataclasses.dataclass
@@ -271,7 +271,7 @@ class TrialProcess:
             if self._process.exit_code(0) is not None and not wait([source], 0):
                 raise self._error(self._how_it_died())
         if until < last:
-            raise LateError("the time was over before it was ready")
+            raise LateError("time ran out before it was ready")
         raise self._error(f"{late} within {self._timeout:.0f} s")
 
     def _how_it_died(self) -> str:
@@ -349,7 +349,7 @@ class _ForkServer:
         while self._unread:
             while not self._has_answer():
                 if time.monotonic() > until:
-                    raise LateError("the time was over before its imports were done")
+                    raise LateError("time ran out before its imports were done")
             self._unread -= 1
             self._works = self._receive(False)
         return self._works
@@ -359,7 +359,7 @@ class _ForkServer:
         self._send("start", str(path))
         pid = self._receive(None)
         if pid is None:
-            raise TrialError("the process that trials are forks of has died")
+            raise TrialError("the process that starts the trials has died")
         return _Process(pid, functools.partial(self._exit_code, pid))
 
     def _has_answer(self) -> bool:
