@@ -116,7 +116,7 @@ def test_a_run_of_several_processes_is_measured_with_the_threads_of_each(monkeyp
         assert torch.get_num_threads() == 6
     finally:
         torch.set_num_threads(before)
-    # Levers may have tried fewer.
+    # Speed-ups may have tried fewer.
     assert max(counted) == 3
 
 

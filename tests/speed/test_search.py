@@ -1,4 +1,4 @@
-"""The search for the best line: which levers it races with what, how long, and what it writes."""
+"""The search for the best line: which speed-ups it races with what, how long, and what it writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_lever_is_raced_with_the_fastest_line_so_far() -> None:
     assert row.speed == pytest.approx(6.6)
     assert found.line == "triple(); double(); tenth()"
     assert found.lines[-1].speed == pytest.approx(6.6)
-    # Inspected, raced with the first lever, and confirmed.
+    # Inspected, raced with the first speed-up, and confirmed.
     assert program.opened.count(frozenset()) == 3
     assert found.unchanged_seconds < found.seconds / 2
 
@@ -223,7 +223,7 @@ def test_no_budget_is_exceeded_by_more_than_a_step(budget: float, step_seconds: 
     program = FakeProgram(lambda levers, step: step_seconds * by_gains(levers, step), start_seconds=2.0)
     found = program.advise([lever(name) for name in ("triple", "slow", "double", "none")], budget_seconds=budget)
     assert program.now <= budget + step_seconds
-    # Each lever has its verdict, once.
+    # Each speed-up has its verdict, once.
     assert len(found.rows) == 4
 
 

@@ -58,7 +58,7 @@ class Row:
         step_seconds: seconds of a step.
         samples_per_second: None if the size of a batch is not known.
         memory_bytes: peak memory of the device, or of the process if that is the CPU.
-        one_time_seconds: how much longer the start takes than without the lever: compiling, loading.
+        one_time_seconds: how much longer the start takes than without the speed-up: compiling, loading.
         break_even_steps: steps after which a longer start is won back.
         loss_deviation: how far the losses are from the base's.
         loss_noise: how far they may be.

@@ -420,7 +420,7 @@ class FirstChoice:
 
 
 def is_free(lever: Lever, given: Mapping[str, Any]) -> bool:
-    """Return whether the user has not set the argument of a lever: values that are set stay, also "off".
+    """Return whether the user has not set the argument of a speed-up: values that are set stay, also "off".
 
     Example::
 

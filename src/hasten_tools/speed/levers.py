@@ -409,7 +409,7 @@ def known_levers() -> list[Lever]:
     """Return all levers: hasten's, those that packages add by entry points, and those registered.
 
     Raises:
-        TypeError: an entry point is not a Lever.
+        TypeError: an entry point is not a Speed-up.
 
     """
     # Of several with one name the last counts: one that the program has registered, one of hasten's, one of a package.
@@ -432,7 +432,7 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
     The name of a Trainer argument stands for all speed-ups that set it.
 
     Raises:
-        TypeError: an element is neither a Lever nor a name.
+        TypeError: an element is neither a Speed-up nor a name.
         ValueError: a name is unknown, or given twice.
 
     Example::
