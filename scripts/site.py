@@ -429,6 +429,9 @@ def _table(found: re.Match[str]) -> str:
     long = sum(max((len(row[number]) for row in cells), default=0) > 24 for number in range(len(labels)))
     if long >= max(2, len(labels) / 2):
         marks += " data-rows"
+    elif long and len(labels) > 3:
+        marks += " data-lines"
+    if marks.endswith(("rows", "lines")):
         numbers = iter(range(body.count("<td")))
         body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)
     return f"<table{marks}>{head}<tbody>{body}</table>" if body else found[0]
