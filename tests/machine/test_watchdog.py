@@ -313,7 +313,7 @@ def test_processes_end_by_themselves_when_the_one_that_serves_the_store_is_kille
     assert done.stdout == "ended: [0, 1, 2]\n", done.stderr[-3000:]
     assert "hasten: Rank 0 has ended in the middle of the run. Besides, rank 2 has not reached" in done.stderr
     assert "rank 2: fit, train, epoch 1, batch 1, step 1: waits in barrier" in done.stderr
-    named = "the process that serves the store of the run has ended: rank 0, or its launcher. This run cannot go on"
+    named = "the process that serves the store of the run has ended: rank 0, or its launcher. This run cannot continue"
     assert f"rank 1: RuntimeError('{named}" in done.stderr
 
 
