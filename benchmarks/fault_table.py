@@ -487,7 +487,7 @@ CASES = (
         "file system", "rename across devices (EXDEV)", checkpoints,
         failing(("replace", "rename"), errno.EXDEV), 1, "cross-device", "10",
     ),
-    Case("file system", "names without case", without_case, nothing, 0, "trained 40", "10 20 30 40 20-v1 40-v1"),
+    Case("file system", "case-insensitive names", without_case, nothing, 0, "trained 40", "10 20 30 40 20-v1 40-v1"),
     Case("background saves", "read-only", background, read_only, 1, "Read-only file system", "10", TMPFS),
     Case("background saves", "full", background, full, 1, "No space left on device", "10", SMALL),
     Case("background saves", "stale handle (ESTALE)", background, STALE, 1, "Stale file handle", "10"),
@@ -500,7 +500,7 @@ CASES = (
         failing(("replace", "rename"), errno.EXDEV), 1, "cross-device", "10",
     ),
     Case("bucket", "every third call fails", in_bucket, nothing, 1, "503 Slow Down", ""),
-    Case("uploads", "every third call fails", uploads_third, nothing, 1, "on this machine alone", "10 20 30 40"),
+    Case("uploads", "every third call fails", uploads_third, nothing, 1, "only on this machine", "10 20 30 40"),
     Case(
         "uploads", "each call takes 5 s", uploads_late, nothing, 0, "trained 40",
         "10 20 30 40, and copies of 10 20 30 40",
@@ -515,8 +515,8 @@ CASES = (
     Case("cache", "read-only from the beginning", cache, nothing, 0, "trained 40", "10 20 30 40", "size=8m,ro"),
     Case("worker", "killed, as by the OOM killer", workers(die), nothing, 1, "killed by signal: Killed", "10 (1.|20)"),
     Case("worker", "out of memory (RLIMIT_AS)", workers(take_memory), nothing, 1, "MemoryError", "10 20"),
-    Case("worker", "late by 22 s", workers(be_late), nothing, 0, "has not come from the 2 worker", "10 20 30 40"),
-    Case("worker", "stuck, then SIGTERM", workers(hang), terminate_soon, 143, "has not come from the 2", "10 20"),
+    Case("worker", "late by 22 s", workers(be_late), nothing, 0, "has not arrived from the 2 worker", "10 20 30 40"),
+    Case("worker", "stuck, then SIGTERM", workers(hang), terminate_soon, 143, "has not arrived from the 2", "10 20"),
     Case("worker", "stuck, with timeout=5", workers(hang, timeout=5.0), nothing, 1, "timed out after 5", "10 20"),
     Case("worker", "forked while a thread holds a lock", lock_is_held, terminate_soon, 143, "has not", "10 20"),
     Case(
@@ -664,7 +664,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare()
-    rows, bad = [], 0
+    rows: dict[str, list[str]] = {}
+    bad = 0
     for case in CASES:
         needs_root = case.mount or case.shared_memory or case.begin is no_permission
         if arguments.only not in f"{case.place}, {case.fault}" or (needs_root and os.geteuid() != 0):
@@ -680,19 +681,27 @@ def main() -> None:
         if arguments.show or not row["ok"]:
             print(row["output"])
         said = "" if row["said"] == f"trained {STEPS} steps" else f"`{_cut(row['said'])}`"
-        rows.append(
-            f"| {case.place} | {case.fault} | {row['kept'] or 'nothing'} | {said or 'nothing'} | {row['code']} |"
+        rows.setdefault(case.place, []).append(
+            f"| {case.fault} | {row['kept'] or 'nothing'} | {said or 'nothing'} | {row['code']} |"
         )
     if arguments.write and not arguments.only:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        table = "\n".join(["| place | fault | kept | said | exit code |", "|---|---|---|---|---|", *rows])
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        tables = "\n\n".join("\n".join([f"### {_titled(place)}", "", *_HEAD, *rows[place]]) for place in rows)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     raise SystemExit(bool(bad))
 
 
+_HEAD = ("| fault | steps kept | message | exit code |", "|---|---|---|---|")
+
+
+def _titled(place: str) -> str:
+    return place[:1].upper() + place[1:]
+
+
 def _cut(text: str) -> str:
-    text = text.replace("|", "/").replace("`", "'")
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    """Return what a message says, without the number of the error and the path that all rows share."""
+    text = re.sub(r"\[Errno \d+\] |(: b?'/place/[^']*')$", "", text.replace("|", "/").replace("`", "'"))
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 if __name__ == "__main__":

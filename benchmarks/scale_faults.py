@@ -72,10 +72,10 @@ FAULTS = {
     "killed": Fault("kill -9 of rank 2", 1, "process of rank 2"),
     "first killed": Fault("kill -9 of rank 0", 1, "process of rank 0"),
     "killed in a save": Fault("kill -9 of a rank that writes a checkpoint", 1, "process of rank [01]", 12),
-    "stuck": Fault("rank 2 never comes", 1, r"Ranks? [\d, ]*\b2\b[\d, ]* did not come"),
+    "stuck": Fault("rank 2 never arrives", 1, r"Ranks? [\d, ]*\b2\b[\d, ]* did not arrive"),
     "slow": Fault("rank 3 waits for its data", 0, "Rank 3 takes .* waits for data", STEPS),
     "full disk": Fault("no space for the next checkpoint", 1, "No space left|File too large", 12),
-    "bucket": Fault("copies to a bucket that cannot be reached", 1, "on this machine alone", STEPS),
+    "bucket": Fault("copies to a bucket that cannot be reached", 1, "only on this machine", STEPS),
     "bucket returns": Fault("the same, reached again later", 0, "tried again with the next checkpoint", STEPS),
     "bucket only": Fault("checkpoints in a bucket that goes away", 1, "does not answer", 12),
 }

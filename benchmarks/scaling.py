@@ -62,7 +62,8 @@ def rows() -> Iterator[Row]:
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and (code := re.fullmatch(r"`(L\.Trainer\(.*\))`", cells[3])):
-            yield Row(int(cells[0].replace(",", "")), cells[1], int(cells[2].replace(",", "")), code[1], cells[4])
+            gpus, tokens = (int(cell.split()[0].replace(",", "")) for cell in (cells[0], cells[2]))
+            yield Row(gpus, cells[1], tokens, code[1], cells[4])
 
 
 def planned(row: Row) -> Any:

@@ -594,7 +594,7 @@ class Result:
         }
         public = {key: packages for key, packages in missing.items() if not re.search(r"(?<!\w)_", key)}
         lines += [
-            *("", f"What is missing, beside {len(missing) - len(public)} private names:", ""),
+            *("", f"What is missing, besides {len(missing) - len(public)} private names:", ""),
             *("| use | in | |", "|---|---|---|"),
         ]
         for key, packages in sorted(public.items(), key=lambda row: (row[0].partition(" ")[0] != "name", row[0])):

@@ -60,6 +60,7 @@ BOOST = {
 # Where pages and parts of pages have moved: the address before, and that of today.
 MOVED = {
     "scale.html": "strategy_names.html",
+    "extend/lever.html": "extend/speed_up.html",
     "speed.html#measure-your-program-the-advisor": "speed/advise.html",
     "speed.html#let-the-trainer-choose-trainerspeedauto": "speed/auto.html",
     "speed.html#no-padding-in-transformer-blocks-trainerpackedtrue": "speed/packed.html",
@@ -107,7 +108,7 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "accelerators": ("Accelerators", "Kinds of devices.", ("hasten.accelerators",)),
     "data": ("Data", "Loaders, samplers and packing.", ("hasten.data",)),
     "optim": ("Optimizers", "hasten's optimizers, and what `configure_optimizers` may return.", ("hasten.optim",)),
-    "speed": ("Speed", "Functions that speed a model up, and levers.", ("hasten_tools.speed.levers",)),
+    "speed": ("Speed", "Functions that make a model faster, and speed-ups.", ("hasten_tools.speed.levers",)),
     "profilers": ("Profilers", "Where the time of a run goes.", ("hasten.profilers",)),
     "tuner": ("Tuner", "The search for a batch size and a learning rate.", ("hasten.tuner",)),
     "report": ("Reports", "Model summaries and plots.", ("hasten.report",)),
@@ -428,6 +429,9 @@ def _table(found: re.Match[str]) -> str:
     long = sum(max((len(row[number]) for row in cells), default=0) > 24 for number in range(len(labels)))
     if long >= max(2, len(labels) / 2):
         marks += " data-rows"
+    elif long and len(labels) > 3:
+        marks += " data-lines"
+    if marks.endswith(("rows", "lines")):
         numbers = iter(range(body.count("<td")))
         body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)
     return f"<table{marks}>{head}<tbody>{body}</table>" if body else found[0]

@@ -60,7 +60,7 @@ def _accepted(argument: str, names: Mapping[str, str]) -> list[str]:
 
 def _refused(names: Mapping[str, elsewhere.Refused]) -> list[str]:
     rows = (
-        (f'`"{name}"`', refused.source, refused.reason, f"`{refused.write}`" if refused.write else "see there")
+        (f'`"{name}"`', refused.source, refused.reason, f"`{refused.write}`" if refused.write else "an object of it")
         for name, refused in sorted(names.items())
     )
     return _table(("name", "of", "why not", "write"), rows)

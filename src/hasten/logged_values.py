@@ -258,7 +258,7 @@ class LoggedValues:
         elif several_processes and logged.on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(
                 name,
-                f"{where}: the mean over the epoch is taken on each process alone.",
+                f"{where}: the mean over the epoch is taken on each process separately.",
                 "Pass sync_dist=True to take it over all processes.",
                 PossibleUserWarning,
             )

@@ -755,7 +755,7 @@ class ZeroEngine(StepEngine):
         if args or kwargs.keys() - {"retain_graph", "model"}:
             raise make_error(
                 TypeError,
-                "backward(loss, ...) with strategy='deepspeed': the engine takes retain_graph alone.",
+                "backward(loss, ...) with strategy='deepspeed': the engine takes only retain_graph.",
                 fix="Leave the other arguments out.",
             )
         engine, self.holds_gradients = self.strategy.deepspeed_engine, True

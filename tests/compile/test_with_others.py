@@ -1,4 +1,4 @@
-"""``compile`` where it meets the rest: Fabric, two processes, checkpoints, profilers, other levers, bad machines."""
+"""``compile`` where it meets the rest: Fabric, two processes, checkpoints, profilers, other speed-ups, bad machines."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_profilers_and_flop_counts_leave_the_graphs_alone(tmp_path: Path) -> Non
     assert (report.graphs, report.left, report.recompiles) == (2, {}, ())
 
 
-# -- other levers
+# -- other speed-ups
 
 
 def texts(samples: int) -> list[dict[str, Tensor]]:

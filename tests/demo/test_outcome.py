@@ -82,7 +82,7 @@ def test_table_fits_and_says_all(results: list[Result], width: int) -> None:
         "rows 1, 2, 3: 3 of 117 steps; row 4: 1 of 117 steps",
         "Row 3 was then trained in full, for its accuracy: in 362 s.",
         "* changes the maths",
-        "- does not pay here, so the rows below do without it: row 4.",
+        "- not faster here, so the rows below do without it: row 4.",
     ):  # fmt: skip
         assert part in flat
 

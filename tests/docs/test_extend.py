@@ -1,4 +1,4 @@
-"""What ``docs/extend`` shows works: a package with a command, a strategy and a lever, found by its entry points."""
+"""What ``docs/extend`` shows works: a package with a command, a strategy and a speed-up, found by its entry points."""
 
 from __future__ import annotations
 

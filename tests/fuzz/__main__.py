@@ -27,7 +27,7 @@ def main() -> int:
     if unknown := sorted(set(options.targets) - set(TARGETS)):
         parser.error(f"{', '.join(unknown)}: unknown. Use some of {', '.join(TARGETS)}.")
     problems = 0
-    print("| target | inputs tried | found now | found and mended before | seconds |\n|---|---|---|---|---|")
+    print("| target | inputs tried | found now | found and fixed before | seconds |\n|---|---|---|---|---|")
     for name in options.targets or TARGETS:
         began = time.monotonic()
         outcome = run(TARGETS[name], options.examples, number=options.seed, seconds=60 * options.minutes)

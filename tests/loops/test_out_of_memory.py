@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_with_the_size_found(tmp_path: Any) -> None:
     quiet(micro_batch="auto", max_epochs=2).fit(resumed, loader(60, 20, shuffle=True), **options)
     assert max(resumed.sizes) == 5
     assert_same(straight, resumed, atol=0)
-    # The same file without the lever.
+    # The same file without the speed-up.
     plain = fresh(Limited, fits=20, dropout=0.5)
     quiet(max_epochs=2).fit(plain, loader(60, 20, shuffle=True), **options)
     assert plain.sizes == [20, 20, 20, 20]

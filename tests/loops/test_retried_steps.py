@@ -68,7 +68,7 @@ def batches(make: Callable[[Tensor, Tensor], Any]) -> DataLoader[Any]:
 
 
 def both(take: Callable[..., Any], data: Any, fails: tuple[int, ...], kind: Any = None, **arguments: Any) -> list[Any]:
-    """Train twice: without a lever, and with one and attempts that fail; ``data`` is called each time."""
+    """Train twice: without a speed-up, and with one and attempts that fail; ``data`` is called each time."""
     models = []
     common = {name: arguments.pop(name) for name in ("devices", "strategy", "max_epochs") if name in arguments}
     for lever, failing in (({}, ()), (arguments or {"micro_batch": "auto"}, fails)):

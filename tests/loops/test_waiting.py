@@ -71,7 +71,7 @@ def test_slow_data_is_named_with_its_share_and_what_helps(clock: Clock) -> None:
     (text,) = warned(clock, DataLoader(Slow(clock, 3.0)), max_epochs=2)
     assert "75 % of the time of the first 10 steps (3e+03 of 4e+03 ms a step)" in text
     assert "num_workers='auto'" in text
-    # The lever in use is not named again.
+    # The speed-up in use is not named again.
     (text,) = warned(clock, DataLoader(Slow(clock, 3.0)), num_workers=0)
     assert "num_workers='auto'" not in text
     assert "resident='auto'" in text

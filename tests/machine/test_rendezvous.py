@@ -100,7 +100,7 @@ def test_who_started_the_processes_says_whether_those_that_are_missing_live() ->
     assert "Start all processes" not in str(caught.value)
     rendezvous.note_who_lives(caught.value, {1: True, 2: False})
     assert [note.partition("started by this program, ")[2] for note in caught.value.__notes__] == [
-        "is alive and has not come to this call.",
+        "is alive and has not reached this call.",
         "has ended.",
     ]
 

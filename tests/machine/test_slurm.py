@@ -51,7 +51,7 @@ def test_the_requeued_job_goes_on_at_the_step_where_all_tasks_stopped(jobs: Any)
     first, last, weights = report(folder, "requeued")
     assert (first, last) == (stopped_at, 60)
     assert weights == report(folder, "undisturbed")[2]
-    assert "This job was requeued: it goes on from" in (folder / "requeued-0.txt").read_text()
+    assert "This job was requeued: it continues from" in (folder / "requeued-0.txt").read_text()
 
 
 def test_each_job_is_requeued_once_by_its_own_name(jobs: Any) -> None:

@@ -38,7 +38,7 @@ def test_a_rank_that_does_not_come_is_reported_once_and_ends_the_run_after_the_t
     verdict = judge({0: waiting(601), 1: late(601), 2: waiting(601)}, TIMEOUT, warned=True)
     assert verdict is not None
     assert verdict.late == [1]
-    assert verdict.headline.startswith("Rank 1 did not come for 601 s, and ranks 0, 2 wait.")
+    assert verdict.headline.startswith("Rank 1 did not arrive for 601 s, and ranks 0, 2 wait.")
 
 
 def test_what_takes_long_on_all_ranks_and_checkpoints_are_no_standstill() -> None:
@@ -146,8 +146,8 @@ def test_the_flight_record_says_which_collective_each_rank_is_in_and_who_never_c
     assert described({0: after, 1: before, 2: after, 3: []}).splitlines() == [
         "Last collectives of the process group default_pg:",
         "  ranks 0, 2: in number 8, all_reduce of Float (130)",
-        "  rank 1: never came to number 8; its last is number 7, broadcast of Float (130)",
-        "  rank 3: never came to number 8; nothing is known of earlier ones",
+        "  rank 1: never reached number 8; its last is number 7, broadcast of Float (130)",
+        "  rank 3: never reached number 8; nothing is known of earlier ones",
     ]
 
 
@@ -236,7 +236,7 @@ def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run
             f"refused on {rank}: Trainer.fit() is called on rank 0 and Trainer.validate() is called on rank 1" in output
         )
     # As the end, and before that as a warning, unless this machine was too busy to print it in time.
-    assert output.count("\nhasten: Rank 1 did not come for") in (1, 2)
+    assert output.count("\nhasten: Rank 1 did not arrive for") in (1, 2)
     line = 1 + PROGRAM.splitlines().index("            time.sleep(1000)  # here")
     where = f"{tmp_path / 'program.py'}:{line}"
     assert "rank 0: fit, train, epoch 1, batch 3, step 3: waits for rank 1 in backward" in output
@@ -244,13 +244,13 @@ def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run
     assert f"  > {where} in Model.training_step" in output
     # From torch's flight record.
     assert "Last collectives of the process group default_pg:\n  rank 0: in number " in output
-    assert "  rank 1: never came to number " in output
+    assert "  rank 1: never reached number " in output
 
 
 def test_a_signal_in_a_run_that_is_stuck_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
     code, output = run(tmp_path, "SIGTERM", "fork")
     assert code == 143, output[-3000:]
-    assert "hasten: SIGTERM arrived, and rank 1 did not come for" in output
+    assert "hasten: SIGTERM arrived, and rank 1 did not arrive for" in output
     assert not _processes_with(str(tmp_path / "program.py"))
 
 
@@ -313,7 +313,7 @@ def test_processes_end_by_themselves_when_the_one_that_serves_the_store_is_kille
     assert done.stdout == "ended: [0, 1, 2]\n", done.stderr[-3000:]
     assert "hasten: Rank 0 has ended in the middle of the run. Besides, rank 2 has not reached" in done.stderr
     assert "rank 2: fit, train, epoch 1, batch 1, step 1: waits in barrier" in done.stderr
-    named = "the process that serves the store of the run has ended: rank 0, or its launcher. This run cannot go on"
+    named = "the process that serves the store of the run has ended: rank 0, or its launcher. This run cannot continue"
     assert f"rank 1: RuntimeError('{named}" in done.stderr
 
 

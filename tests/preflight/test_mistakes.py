@@ -626,7 +626,7 @@ def tables() -> dict[str, str]:
             and row.name.startswith(mistake.name)
             and mistake.said in f"{row.seen} {row.line}"
         )
-        line = row.line or "at the line of the error"
+        line = row.line or "See the line of the error."
         here.append(f"| {mistake.text} | {row.status}, {_cell(row.name)}: {_cell(row.seen)}<br>→ {_cell(line)} |")
     return {page: "\n".join(rows) for page, rows in lines.items()}
 

@@ -20,7 +20,7 @@ Levers = frozenset[str]
 
 
 def nothing(trainer: Any, model: Any) -> None:
-    """Stand for the change of a lever; the fake trial knows it by the lever's argument."""
+    """Stand for the change of a speed-up; the fake trial knows it by the lever's argument."""
 
 
 def lever(name: str, safety: Safety = Safety.SAME_BITS, **options: Any) -> Lever:
@@ -29,15 +29,15 @@ def lever(name: str, safety: Safety = Safety.SAME_BITS, **options: Any) -> Lever
 
 @dataclasses.dataclass
 class FakeProgram:
-    """Opens trials whose steps take what a function of their levers says."""
+    """Opens trials whose steps take what a function of their speed-ups says."""
 
-    # Of a step, given the levers that are on and the number of the step; of a process; and of the first step besides.
+    # Of a step, given the speed-ups that are on and the number of the step; of a process; and of the first step.
     step_seconds: Callable[[Levers, int], float]
     _: dataclasses.KW_ONLY
     start_seconds: float = 0.0
     prepare_seconds: Callable[[Levers], float] = lambda levers: 0.0
     losses: Callable[[Levers, int], float] = lambda levers, step: 1.0
-    # Raises where levers fail.
+    # Raises where speed-ups fail.
     fails: Callable[[Levers], None] = lambda levers: None
     # How samples affect one another.
     apart: Callable[[Levers], str | None] = lambda levers: None
@@ -61,7 +61,7 @@ class FakeProgram:
 
 
 def names_in(orders: Orders) -> Levers:
-    """Return the levers that orders switch on: hasten's by their effects, planted ones by their argument."""
+    """Return the speed-ups that orders switch on: hasten's by their effects, planted ones by their argument."""
     known = {
         each.name
         for each in LEVERS
@@ -85,7 +85,7 @@ class FakeTrial:
         program = self.program
         if program.now + program.start_seconds > until:
             program.now = max(program.now, until)
-            raise LateError("the time was over before it was ready")
+            raise LateError("time ran out before it was ready")
         program.now += program.start_seconds
         return {"given": {}}
 
@@ -97,7 +97,7 @@ class FakeTrial:
             each[0] += program.prepare_seconds(self.levers)
         if program.now + sum(each) > until:
             program.now = max(program.now, until)
-            raise LateError("the time was over before it was ready")
+            raise LateError("time ran out before it was ready")
         losses: list[float | None] = [program.losses(self.levers, self.steps + step) for step in range(steps)]
         self.steps += steps
         program.now += sum(each)
@@ -122,7 +122,7 @@ class FakeTrial:
 
 
 def refusing(name: str, *, refused: bool = True, text: str = "not with this model") -> Callable[[Levers], None]:
-    """Return what fails where a lever is on."""
+    """Return what fails where a speed-up is on."""
 
     def fails(levers: Levers) -> None:
         if name in levers:

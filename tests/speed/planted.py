@@ -1,4 +1,4 @@
-"""Levers planted for the advisor's tests, and what they are planted on."""
+"""Speed-ups planted for the advisor's tests, and what they are planted on."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def change_gradients(trainer: Any, model: Any) -> None:
 
 
 def leaking(safety: Safety, redraws: str = "") -> Lever:
-    """Return a lever that is fast and lets texts affect one another."""
+    """Return a speed-up that is fast and lets texts affect one another."""
     return Lever(f"leak: {safety}", "leak()", safety, change=leak, redraws=redraws)
 
 

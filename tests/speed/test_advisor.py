@@ -98,7 +98,7 @@ def unpicklable() -> planted.Sleeper:
         ({"model": planted.Broken()}, RuntimeError, "cannot be measured: KeyError: 'no such column'"),
         ({"model": unpicklable()}, TypeError, r"the model cannot be sent.*hasten advise program\.py"),
         ({"given": ["compil"]}, ValueError, "Did you mean 'compile'"),
-        ({"given": [3]}, TypeError, "names of levers"),
+        ({"given": [3]}, TypeError, "names of speed-ups"),
         ({"given": [planted.LIAR, planted.LIAR]}, ValueError, "twice"),
         ({"rounds": 0}, ValueError, "rounds=0"),
         ({"budget_seconds": -1.0}, ValueError, "budget_seconds=-1"),
@@ -117,7 +117,7 @@ def test_a_training_without_data_or_model_is_an_error() -> None:
         quiet().advise(torch.nn.Linear(2, 2), loader())  # type: ignore[arg-type]
 
 
-# -- levers and figures
+# -- speed-ups and figures
 
 
 @pytest.mark.parametrize(
@@ -185,5 +185,5 @@ def test_levers_that_gain_most_by_what_was_found_come_first() -> None:
     # Peaks measured on a busy machine do not promise more than a step can gain.
     noisy = {"bfloat16": 1e14, "float32": 1e12}
     assert first(*names, useful_tokens=0.3, peak_flops=noisy) == "packed tokens"
-    # It was named: it comes before the levers that hasten knows.
+    # It was named: it comes before the speed-ups that hasten knows.
     assert expected_gain(planted.QUICK, {}) > 100

@@ -116,7 +116,7 @@ def test_a_run_of_several_processes_is_measured_with_the_threads_of_each(monkeyp
         assert torch.get_num_threads() == 6
     finally:
         torch.set_num_threads(before)
-    # Levers may have tried fewer.
+    # Speed-ups may have tried fewer.
     assert max(counted) == 3
 
 
@@ -139,7 +139,7 @@ def test_a_training_of_few_steps_starts_at_once(
     trainer = quiet(**{"max_epochs": None, "speed": "auto", **arguments})
     trainer.fit(planted.Sleeper(0.0), loader())
     assert trainer.global_step == (1 if "fast_dev_run" in arguments else 3)
-    assert "ends before anything could be measured: it goes on unchanged" in caplog.text
+    assert "ends before anything could be measured: it continues unchanged" in caplog.text
 
 
 def test_what_cannot_be_sent_to_other_processes_keeps_what_was_found_before(
@@ -155,7 +155,7 @@ def test_what_cannot_be_sent_to_other_processes_keeps_what_was_found_before(
     with pytest.warns(UserWarning, match="what was measured before is used: the model cannot be sent"):
         trainer.fit(planted.Sleeper(0.0), loader())
     assert trainer.chosen_levers == ("resident data", "fused optimizer")
-    assert "more levers pay; training begins after that" in caplog.text
+    assert "more speed-ups help; training begins after that" in caplog.text
 
 
 def never(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ def test_auto_switches_on_what_wins_remembers_it_and_names_the_rest(
     # Only the right one is on, and measuring changed nothing else.
     assert model.nap_seconds == planted.NAP_SECONDS / 2
     assert same_weights(plain, model)
-    assert "which of 2 more levers pay" in caplog.text
+    assert "which of 2 more speed-ups help" in caplog.text
     assert "with halved() (measured in" in caplog.text
     assert (
         "speed='auto' leaves out what changes more than rounding and random draws: batching=\"length\" "

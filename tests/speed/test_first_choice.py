@@ -43,7 +43,7 @@ PADDED = {"useful_tokens": 0.3, "width": 128}
 
 @dataclasses.dataclass
 class Planted:
-    """A program whose steps take what a function of the levers says; it moves the clock."""
+    """A program whose steps take what a function of the speed-ups says; it moves the clock."""
 
     step_seconds: Callable[[Names], float] = lambda names: 0.1
     _: dataclasses.KW_ONLY
@@ -113,7 +113,7 @@ class PlantedLine:
 
 
 def by_factor(**factors: float) -> Callable[[Names], float]:
-    """Return the seconds of a step of 0.1, by what levers (with _ for a space) make of it."""
+    """Return the seconds of a step of 0.1, by what speed-ups (with _ for a space) make of it."""
 
     def seconds(names: Names) -> float:
         return 0.1 / math.prod(factor for name, factor in factors.items() if name.replace("_", " ") in names)

@@ -1,4 +1,4 @@
-"""The classes of levers: what each may change is measured, what speed="auto" may switch on, and what the docs say."""
+"""The classes of speed-ups: what each may change is measured, what speed="auto" may use, and what the docs say."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_samples_are_apart_where_a_batch_has_the_gradients_of_its_samples(make: 
     assert "log" not in module.__dict__
 
 
-# -- the class of a lever in a program
+# -- the class of a speed-up in a program
 
 
 def test_what_draws_is_in_another_class_in_a_program_that_draws() -> None:

@@ -1,4 +1,4 @@
-"""The search for the best line: which levers it races with what, how long, and what it writes."""
+"""The search for the best line: which speed-ups it races with what, how long, and what it writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_lever_is_raced_with_the_fastest_line_so_far() -> None:
     assert row.speed == pytest.approx(6.6)
     assert found.line == "triple(); double(); tenth()"
     assert found.lines[-1].speed == pytest.approx(6.6)
-    # Inspected, raced with the first lever, and confirmed.
+    # Inspected, raced with the first speed-up, and confirmed.
     assert program.opened.count(frozenset()) == 3
     assert found.unchanged_seconds < found.seconds / 2
 
@@ -223,7 +223,7 @@ def test_no_budget_is_exceeded_by_more_than_a_step(budget: float, step_seconds: 
     program = FakeProgram(lambda levers, step: step_seconds * by_gains(levers, step), start_seconds=2.0)
     found = program.advise([lever(name) for name in ("triple", "slow", "double", "none")], budget_seconds=budget)
     assert program.now <= budget + step_seconds
-    # Each lever has its verdict, once.
+    # Each speed-up has its verdict, once.
     assert len(found.rows) == 4
 
 
@@ -320,7 +320,7 @@ def test_a_lever_that_gets_ready_too_late_is_cut_off() -> None:
     program = FakeProgram(by_gains, prepare_seconds=lambda levers: 1000.0 * ("double" in levers))
     found = program.advise([lever("triple"), lever("double")], budget_seconds=100.0)
     assert verdicts(found) == {"triple": "wins", "double": "no time"}
-    assert found.row("double").reason == "the time was over before it was ready"
+    assert found.row("double").reason == "time ran out before it was ready"
     assert program.now <= 100.0
 
 

@@ -73,7 +73,7 @@ def test_the_verdict_fits_on_ten_lines(width: int, long: str, noise: float) -> N
     text = " ".join(line.strip() for line in lines)
     # Every line to write is whole.
     assert text.count("argument_8=True)") == 2
-    # What does not apply is left to the table; a lever is named once.
+    # What does not apply is left to the table; a speed-up is named once.
     assert "lever 8" not in text
     names = re.findall(r"lever (\d+)", text)
     assert len(names) == len(set(names))

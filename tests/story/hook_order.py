@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,21 +123,23 @@ def _record(call: str = "fit", **options: Any) -> list[tuple[str, str]]:
     return calls
 
 
-# What each column of the table is a run of.
 RUNS: dict[str, dict[str, Any]] = {
     "fit": {},
-    "accumulate 2": {"accumulate_grad_batches": 2},
-    "clipping": {"gradient_clip_val": 1.0},
-    "manual": {"manual": True},
-    "validation within": {"val_check_interval": 1},
-    "sanity check": {"num_sanity_val_steps": 1},
-    "checkpoints": {"enable_checkpointing": True},
-    "resumed": {"resume": True},
-    "exception": {"raises": True},
+    "accumulate_grad_batches=2": {"accumulate_grad_batches": 2},
+    "gradient_clip_val=1.0": {"gradient_clip_val": 1.0},
+    "manual optimization": {"manual": True},
+    "val_check_interval=1": {"val_check_interval": 1},
+    "num_sanity_val_steps=1": {"num_sanity_val_steps": 1},
+    "enable_checkpointing=True": {"enable_checkpointing": True},
+    "ckpt_path=...": {"resume": True},
+    "an error in training_step": {"raises": True},
     "validate": {"call": "validate"},
     "test": {"call": "test"},
     "predict": {"call": "predict"},
 }
+# What is compared with "fit" in one sentence, and what is shown call by call.
+COMPARED = tuple(RUNS)[1:8]
+SHOWN = tuple(name for name in RUNS if name not in ("gradient_clip_val=1.0", "enable_checkpointing=True"))
 
 
 def merged(calls: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
@@ -153,53 +156,59 @@ def merged(calls: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
 def page() -> str:
     """Return docs/hooks.md as the runs make it."""
     runs = {name: merged(_record(**options)) for name, options in RUNS.items()}
-    apart = {name: runs.pop(name) for name in ("test", "predict")}
-    order = _joined_order([[hook for hook, _ in rows] for rows in runs.values()])
     listeners: dict[str, list[str]] = {}
     for rows in runs.values():
         for hook, who in rows:
             listeners[hook] = max(listeners.get(hook, []), who, key=len)
+    counts = {name: Counter(hook for hook, _ in rows) for name, rows in runs.items()}
     lines = [
-        *("---", "hide: [toc]", "---", ""),  # The table is wide.
         "# The order of the hooks",
         "",
         "This page is recorded from runs, and a test compares it with new ones. To write it again:",
         "`python -m tests.story.hook_order --write`. An epoch of these runs has two training batches and one",
-        "validation batch. A number says how often the hook ran.",
+        "validation batch.",
         "",
-        "If several objects have a hook, they are called in the order of the second column, and callbacks in the",
-        "order of the Trainer's list. Callbacks that save checkpoints and `EarlyStopping` come after the module in",
-        "the hooks where they monitor: `on_train_batch_end`, `on_train_epoch_end`, `on_validation_epoch_end`,",
-        "`on_validation_end`. `test` and `predict` have the hooks of `validate` under their own names; they are at",
-        "the end of the page.",
+        "## The hooks of a fit",
         "",
-        f"| hook | who, in order | {' | '.join(runs)} |",
-        f"|---|---|{'---|' * len(runs)}",
+        "The hooks are in the order of their first call. If several objects have a hook, they are called in the order",
+        "of the second column, and callbacks in the order of the Trainer's list. Callbacks that save checkpoints and",
+        "`EarlyStopping` come after the module in the hooks where they monitor: `on_train_batch_end`,",
+        "`on_train_epoch_end`, `on_validation_epoch_end`, `on_validation_end`.",
+        "",
+        *("| hook | who, in order | calls |", "|---|---|---|"),
+        *(f"| `{hook}` | {', '.join(listeners[hook])} | {count} |" for hook, count in counts["fit"].items()),
+        "",
+        "## What arguments change",
+        "",
+        "All other hooks are called as often as above:",
+        "",
+        *(f"- {_titled(name)}: {_changes(counts['fit'], counts[name], listeners)}." for name in COMPARED),
+        "",
+        "`validate`, `test` and `predict` have the same evaluation hooks, under their own names.",
+        "",
+        "## Each run, call by call",
+        "",
+        "`hook x 2` ran twice in a row. The objects are called in the order of the table.",
     ]
-    for hook in order:
-        counts = [sum(name == hook for name, _ in rows) for rows in runs.values()]
-        cells = " | ".join(str(count or "") for count in counts)
-        name = f"`{hook}`" if listeners[hook] != [""] else hook
-        lines.append(f"| {name} | {', '.join(listeners[hook])} | {cells} |")
-    lines += ["", "## Each run, call by call", "", "`hook x 2` ran twice in a row; listeners as above."]
-    for name, rows in (runs | apart).items():
-        if name in ("clipping", "checkpoints"):
-            continue  # the table says how they differ from "fit"
-        lines += ["", f"### {name}", "", "```text", *_shortened([hook for hook, _ in rows]), "```"]
+    for name in SHOWN:
+        hooks = [hook for hook, _ in runs[name]]
+        lines += ["", f"### {_titled(name)}", "", "```text", *_shortened(hooks), "```"]
     return "\n".join(lines) + "\n"
 
 
-def _joined_order(runs: list[list[str]]) -> list[str]:
-    order: list[str] = []
-    for run in sorted(runs, key=len, reverse=True):
-        at = 0
-        for hook in run:
-            if hook in order:
-                at = max(at, order.index(hook) + 1)
-            else:
-                order.insert(at, hook)
-                at += 1
-    return order
+def _titled(name: str) -> str:
+    return f"`{name}`" if "=" in name or name in ("fit", "validate", "test", "predict") else name.capitalize()
+
+
+def _changes(usual: Counter[str], found: Counter[str], listeners: dict[str, list[str]]) -> str:
+    """Return in words which hooks are called more or less often than usual."""
+    groups: dict[str, list[str]] = {}
+    for hook in {**usual, **found}:
+        if usual[hook] != found[hook]:
+            times = {0: "never", 1: "once", 2: "twice"}.get(found[hook], f"{found[hook]} times")
+            new = "" if usual[hook] else f" ({', '.join(listeners[hook])})"
+            groups.setdefault(times, []).append(f"`{hook}`{new}")
+    return "; ".join(f"{times} {', '.join(hooks)}" for times, hooks in groups.items()) or "nothing changes"
 
 
 def _shortened(hooks: list[str]) -> list[str]:

@@ -270,7 +270,7 @@ def test_what_an_epoch_has_gathered_is_that_of_all_processes(folder: Path) -> No
 
 def test_an_order_that_is_not_known_is_said_to_begin_anew(folder: Path) -> None:
     message = read(folder, "positioned", "2-1", 1)[0]["said"][0]
-    assert "the train_dataloader goes on in a new order" in message
+    assert "the train_dataloader continues in a new order" in message
     assert "because it reads the IterableDataset Positioned, which keeps its position itself" in message
     ((rank_zero,), others) = [process["said"] for process in read(folder, "positioned", "1-2", 1)]
     assert "by 1 process(es)" in rank_zero

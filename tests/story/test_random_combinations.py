@@ -1,4 +1,4 @@
-"""Random combinations of levers, optimizers, loaders, changes in mid-run and resumes equal the loop by hand."""
+"""Random combinations of speed-ups, optimizers, loaders, changes in mid-run and resumes equal the loop by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks and levers under FSDP: averages of the weights, and whatever else reads parameters, as on one process."""
+"""Callbacks and speed-ups under FSDP: averages of weights, and whatever else reads parameters, as on one process."""
 
 from __future__ import annotations
 

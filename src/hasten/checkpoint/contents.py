@@ -206,7 +206,7 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
         )
     if training and "optimizer_states" not in checkpoint:
         raise WeightsOnly(
-            f"{source} holds weights only, so training cannot go on from it.",
+            f"{source} holds weights only, so training cannot continue from it.",
             fix="Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False.",
         )
     try:

@@ -637,7 +637,7 @@ def _check_other(value: Any, place: str) -> None:
     if is_sharded(value):
         raise make_error(
             TypeError,
-            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone.",
+            f"{place} is a DTensor, of which this process has a part: the file would hold only that part.",
             fix="Save its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint.",
         )
     if not _can_be_loaded(value):

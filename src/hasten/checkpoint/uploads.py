@@ -386,5 +386,5 @@ def _text(url: str, paths: list[str], error: Exception) -> str:
     why = f"{type(error).__name__}: {error}"
     if not paths:
         return f"{url} could not be written: {why}."
-    are = "is on this machine alone" if len(paths) == 1 else "are on this machine alone"
+    are = "is only on this machine" if len(paths) == 1 else "are only on this machine"
     return f"{url} could not be written, so {', '.join(paths)} {are}: {why}."

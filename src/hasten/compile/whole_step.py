@@ -251,7 +251,7 @@ class WholeStep(Step):
             loss = output
             if isinstance(output, Mapping):
                 if "loss_weight" in output:
-                    raise TypeError("loss_weight may be 0, which is known after the step only.")
+                    raise TypeError("loss_weight may be 0, which is only known after the step.")
                 loss = output["loss"]
             weights = [weight for group in groups for weight in group[0]]
             idle = [weight for group in groups for weight in group[2]]

@@ -478,7 +478,7 @@ class _Reading:
             warnings.warn(
                 f"{kind} does not give all processes the same samples, so it is not known which ones were read "
                 f"before the run was interrupted: {had} samples of each process are left out. Resume with as many "
-                "processes as before to go on exactly.",
+                "processes as before to continue exactly.",
                 stacklevel=2,
             )
             return itertools.islice(samples, had, None)

@@ -283,7 +283,7 @@ class Guard:
         if self._mode == "stop":
             self._end = BadLossError(
                 f"{self._last} {place}The step was not taken, and the run ends here (on_bad_loss='stop').",
-                fix="To go on without that data, resume it, or use on_bad_loss='skip'.",
+                fix="To continue without that data, resume the run, or use on_bad_loss='skip'.",
             )
         elif self._in_a_row >= MOST_IN_A_ROW:
             self._end = self._too_often(f"{self._in_a_row} steps in a row were left out")

@@ -471,7 +471,7 @@ def _check_processes(run: Run, asked: str) -> None:
     if any(isinstance(child, nn.SyncBatchNorm) for child in run.module.modules()):
         raise MisconfigurationException(
             f"Trainer({asked}) with SyncBatchNorm on {run.runtime.world_size} processes: its forward waits for the "
-            "other processes, and one that runs out of memory would never come.",
+            "other processes, and one that runs out of memory would never arrive.",
             fix="Give micro_batch a number, or use sync_batchnorm=False.",
             argument="micro_batch",
         )

@@ -147,7 +147,7 @@ class RunState:
                 runtime.strategy.sharding.to_checkpoint(weight) for weight in run.averages.training_weights
             ]
         if run.observers.levers is not None:
-            # A run that continues from here uses the same levers, whatever is measured or cached by then.
+            # A run that continues from here uses the same speed-ups, whatever is measured or cached by then.
             entries["levers"] = list(run.observers.levers)
         entries["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
         return {**checkpoint, "hasten": entries}
@@ -267,7 +267,7 @@ class RunState:
         inexact = []
         if not_known := run.data.train.stream.not_known:
             inexact.append(
-                f"the {run.data.train.stream.name} goes on in a new order, after as many batches as each process had "
+                f"the {run.data.train.stream.name} continues in a new order, after as many batches as each process had "
                 f"done: the samples they had are not known, because {not_known}"
             )
         if lost:
@@ -298,7 +298,7 @@ class RunState:
         if missing and self._run.state.fn == TrainerFn.FITTING:
             rank_zero_warn(
                 f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
-                fix="Add them to Trainer(callbacks=[...]) to go on as before.",
+                fix="Add them to Trainer(callbacks=[...]) to continue as before.",
             )
 
 

@@ -248,7 +248,7 @@ class Observers:
     # How long training waited for the first batches.
     stalls: StallMonitor = field(default_factory=StallMonitor)
     first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
-    # Names of the levers that Trainer(speed=...) has switched on; None if it chose none.
+    # Names of the speed-ups that Trainer(speed=...) has switched on; None if it chose none.
     levers: tuple[str, ...] | None = None
 
 

@@ -638,7 +638,7 @@ def _advice(run: Run) -> str:
         if not speed.resident and _is_in_memory(loader.dataset):
             return "Trainer(resident=True) reads its samples, which are in memory, without a Python call for each."
         if speed.num_workers is None:
-            return "Trainer(num_workers='auto') finds how many worker processes pay."
+            return "Trainer(num_workers='auto') finds how many worker processes help."
         if not speed.resident:
             return "Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch."
     return "Make its samples cheaper, or read them ahead in other processes."

@@ -206,7 +206,7 @@ def _not_come(absent: list[int], party: Party) -> RuntimeError:
         advice = "If the program needs longer until it makes this call, raise timeout= of the strategy."
     error = make_error(
         RuntimeError,
-        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}.",
+        f"{missing} did not arrive in {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}.",
         fix=advice,
     )
     # The process that has started them knows whether they are alive.
@@ -218,7 +218,7 @@ def note_who_lives(error: BaseException, lives: dict[int, bool]) -> None:
     """Add to the error about missing processes whether they are alive, where that is known for a rank."""
     for rank in error.__dict__.get("absent_ranks", ()):
         if rank in lives:
-            state = "is alive and has not come to this call" if lives[rank] else "has ended"
+            state = "is alive and has not reached this call" if lives[rank] else "has ended"
             error.add_note(f"The process of rank {rank}, started by this program, {state}.")
 
 

@@ -314,7 +314,7 @@ def describe_collectives(ranks: Mapping[int, Sequence[LastCollective]]) -> str:
         >>> print(describe_collectives({0: [two], 1: [one]}), end="")
         Last collectives of the process group default_pg:
           rank 0: in number 8, all_reduce
-          rank 1: never came to number 8; its last is number 7, broadcast
+          rank 1: never reached number 8; its last is number 7, broadcast
 
     """
     groups: dict[str, dict[int, LastCollective]] = {}
@@ -332,9 +332,9 @@ def describe_collectives(ranks: Mapping[int, Sequence[LastCollective]]) -> str:
         lines.append(f"Last collectives of the process group {group}:")
         for one, numbers in alike.items():
             is_last = one.number == furthest
-            before = "in" if is_last else f"never came to number {furthest}; its last is"
+            before = "in" if is_last else f"never reached number {furthest}; its last is"
             after = ", another one than that of the other ranks" if is_last and different else ""
             lines.append(f"  {format_ranks(numbers)}: {before} number {one.number}, {one.text}{after}")
         if absent:
-            lines.append(f"  {format_ranks(absent)}: never came to number {furthest}; nothing is known of earlier ones")
+            lines.append(f"  {format_ranks(absent)}: never reached number {furthest}; nothing is known of earlier ones")
     return "".join(f"{line}\n" for line in lines)

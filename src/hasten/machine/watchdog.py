@@ -213,7 +213,7 @@ def _grace_seconds(beats: dict[int, Beat], timeout_seconds: float, *, stalled: b
 def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capital: bool = False) -> str:
     if late:
         others = [rank for rank in beats if rank not in late]
-        text = f"{format_ranks(late)} did not come for {seconds:.0f} s, and {format_ranks(others)} wait"
+        text = f"{format_ranks(late)} did not arrive for {seconds:.0f} s, and {format_ranks(others)} wait"
         text += "s" if len(others) == 1 else ""
     elif len(beats) == 1:
         text = f"{format_ranks(list(beats))} has waited for {seconds:.0f} s"

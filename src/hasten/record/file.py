@@ -90,8 +90,8 @@ class Record(NoRecord):
         except OSError as error:
             self.writes = False
             rank_zero_warn(
-                f"The record of this run cannot be written to {self.path}: {error.strerror}. Training goes on without "
-                "it; `hasten report` will show the run up to here."
+                f"The record of this run cannot be written to {self.path}: {error.strerror}. Training continues "
+                "without it; `hasten report` will show the run up to here."
             )
 
     def _write(self, data: bytes) -> None:

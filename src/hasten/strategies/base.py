@@ -377,7 +377,7 @@ class Sharding(StrategyPart):
                 f"strategy={self.strategy.name!r}: this process has a part of the parameter {name!r}, or none of it.",
                 fix=(
                     "After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
-                    "module whole. strategy='fsdp' and MeshStrategy go on with shards."
+                    "module whole. strategy='fsdp' and MeshStrategy can continue with shards."
                 ),
                 argument="strategy",
             )

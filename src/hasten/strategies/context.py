@@ -573,7 +573,7 @@ def attention(
         )
     if window is not None and not is_causal:
         raise MisconfigurationException(
-            f"{OWNER}: attention(window={window}) looks back alone.", fix="Use is_causal=True.", argument="window"
+            f"{OWNER}: attention(window={window}) only looks back.", fix="Use is_causal=True.", argument="window"
         )
     documents = documents or Documents(mask=attn_mask)
     if split is None:

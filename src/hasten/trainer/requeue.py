@@ -71,7 +71,7 @@ def resumed_path(trainer: Trainer, ckpt_path: PathLike | None) -> str | None:
     if ckpt_path == "last" and (last := find_last(trainer)) is not None and not _is_newer(own, last):
         return None
     instead = f", and not from ckpt_path={os.fspath(ckpt_path)!r}" if ckpt_path not in (None, "last", "hpc") else ""
-    rank_zero_info(f"This job was requeued: it goes on from {own}{instead}.")
+    rank_zero_info(f"This job was requeued: it continues from {own}{instead}.")
     return own
 
 

@@ -67,7 +67,7 @@ def choose_speed(
     datamodule: LightningDataModule | None,
     ckpt_path: PathLike | None,
 ) -> AbstractContextManager[None]:
-    """Return a context in which the levers are on that ``Trainer(speed=...)`` has chosen, in this fit or before."""
+    """Return a context in which the speed-ups that ``Trainer(speed=...)`` has chosen are on."""
     speed = trainer._given["speed"]
     if speed is None and trainer.chosen_levers is None:
         return nullcontext()
@@ -92,25 +92,25 @@ def advise(
     timeout_seconds: float = 900.0,
     verbose: bool = True,
 ) -> Advice:
-    """Measure which switches make this training faster, and recommend the line to write.
+    """Measure which speed-ups make this training faster, and recommend the line to write.
 
-    Each switch trains a copy of the model in its own process, in turns with the fastest line so far, until it is
-    certain what it gains; its losses must equal the losses of that line within the noise. Model, data, random numbers
-    and Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data
-    cannot be sent to other processes, use ``hasten advise program.py``.
+    Each speed-up trains a copy of the model in its own process, in turns with the fastest combination so far, until
+    its gain is certain; the losses of both must agree within the noise. Model, data, random numbers and Trainer are
+    not changed; a result for all speed-ups is kept for ``Trainer(speed="auto")``. If model or data cannot be sent to
+    other processes, use ``hasten advise program.py``.
 
     Args:
         trainer: the Trainer.
         model: the model to train.
         train_dataloaders: the training data, or a datamodule.
         datamodule: gives the data instead.
-        levers: switches by name, by the Trainer's argument or as ``hasten_tools.speed.levers.Lever``; all by default.
+        levers: the speed-ups: names, arguments of the Trainer, or ``hasten_tools.speed.levers.Lever``; default: all.
         rounds: how long a comparison may last: at most 16 times as many turns of each.
         steps: steps of a turn; about half a second's worth by default, 1 to 50.
         warm_up: steps of each before timing; one if they take long.
         seeds: runs with other seeds, if losses can only be compared by how much they differ by chance.
-        combine: put switches on top of one another; else each is compared with the unchanged program.
-        budget_seconds: how long everything may take: then it stops, the most promising switches first. None for no
+        combine: put speed-ups on top of one another; else each is compared with the unchanged program.
+        budget_seconds: how long everything may take: then it stops, the most promising speed-ups first. None for no
             limit.
         timeout_seconds: how long preparing or a turn may take.
         verbose: print progress and the verdict; ``advice.table()`` has all figures.
@@ -121,7 +121,7 @@ def advise(
     Raises:
         TypeError: model or data have a wrong type, or cannot be sent to other processes.
         MisconfigurationException: a step, configure_optimizers or data is missing.
-        ValueError: a switch does not exist, or a number is out of range.
+        ValueError: a speed-up does not exist, or a number is out of range.
         RuntimeError: the unchanged program cannot be measured.
 
     """

@@ -242,7 +242,7 @@ class Trainer(TrainerView):
         self.profiler = resolve_profiler(profiler)
         self._runtime = _runtime_for(self._given)
         set_deterministic(deterministic, benchmark=benchmark)
-        # Names of the levers that speed=... has switched on; None before it has chosen.
+        # Names of the speed-ups that speed=... has switched on; None before it has chosen.
         self.chosen_levers: tuple[str, ...] | None = None
         self.state = TrainerState()
         self._progress = Progress()
@@ -618,7 +618,7 @@ class Trainer(TrainerView):
                     self._abort(run, error)
                     raise
             if stop.signal in also:
-                rank_zero_info("The signal to requeue the job came when the run was over: the program goes on.")
+                rank_zero_info("The signal to requeue the job came when the run was over: the program continues.")
             elif stop.signal is not None:
                 # A signal that came when the run was over still ends the program.
                 parts.leave_program(stop.signal, SystemExit(128 + stop.signal))

@@ -1,4 +1,4 @@
-"""``hasten advise``: measure which switches make a program faster, on the program itself."""
+"""``hasten advise``: measure which speed-ups make a program faster, on the program itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"hasten advise: {error}", file=sys.stderr)
         return 1
     if given.levers is None and found.is_worth_keeping:
-        # A result for some levers says nothing about the others.
+        # A result for some speed-ups says nothing about the others.
         remember(found.facts.get("key"), found)
     width = shutil.get_terminal_size((100, 24)).columns
     print(found.table(width) if given.verbose else found.summary(min(width, 100)))
@@ -93,16 +93,16 @@ def _names(text: str) -> list[str]:
 
 
 _OPTIONS: list[Option] = [
-    ("--levers", "A,B", _names, "names of the levers to measure; default: all (see --list)"),
-    ("--list", "", None, "list the levers and stop"),
+    ("--levers", "A,B", _names, "names of the speed-ups to measure; default: all (see --list)"),
+    ("--list", "", None, "list the speed-ups and stop"),
     ("--rounds", "N", whole(1), "a comparison ends after 16 N turns of each at the latest; default: 3"),
     ("--steps", "N", whole(1), "steps of a turn; default: half a second's worth, 1 to 50"),
     ("--warm-up", "N", whole(1), "steps of each before the clock, one if they take long; default: 3"),
     ("--seeds", "N", whole(1), "runs with other seeds, where losses only agree up to chance; default: 1"),
-    ("--alone", "", None, "compare each lever with the unchanged program, not with the fastest line so far"),
-    ("--budget", "S", positive, "seconds for everything, imports included; the best levers come first; default: 90"),
-    ("--verbose", "", None, "print every lever with all figures and reasons, also those that do not apply"),
-    ("--timeout", "S", positive, "seconds for the program to start, a lever to prepare, or a turn; default: 900"),
+    ("--alone", "", None, "compare each speed-up with the unchanged program, not with the fastest combination"),
+    ("--budget", "S", positive, "seconds for everything, imports included; the best speed-ups come first; default: 90"),
+    ("--verbose", "", None, "print every speed-up with all figures and reasons, also those that do not apply"),
+    ("--timeout", "S", positive, "seconds for the program to start, a speed-up to prepare, or a turn; default: 900"),
     ("--json", "FILE", Path, "write everything measured"),
     ("--png", "FILE", Path, "draw a bar chart"),
     ("--out", "FOLDER", Path, "write table, JSON and chart"),
@@ -114,11 +114,11 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="hasten advise",
         description=(
-            "Measure which one-line switches make a program faster: each trains it in its own process, in turns with "
-            "the fastest line so far, until it is certain what it gains, and its losses must stay those of that line. "
+            "Measure which one-line speed-ups make a program faster: each trains it in its own process, in turns with "
+            "the fastest combination so far, until its gain is certain; the losses of both must agree. "
             "The result comes within the budget, and after Ctrl-C what was measured by then. "
             "Everything after PROGRAM belongs to the program. Only the files that you ask for here are left behind; a "
-            "result for all levers is kept for Trainer(speed='auto')."
+            "result for all speed-ups is kept for Trainer(speed='auto')."
         ),
     )
     parser.add_options(_OPTIONS)

@@ -86,7 +86,7 @@ def make_parser() -> Parser:
     add("--procs", "--nproc-per-node", metavar="N", type=_procs, default="auto",
         help='processes on this machine; "auto" (default): one for each GPU, or one')  # fmt: skip
     add("--nodes", "--nnodes", metavar="N", type=_node_range, help="machines (default 1), or MIN:MAX of them")
-    add("--min-nodes", metavar="N", type=whole(1), help="go on with as few machines as this when others are lost")
+    add("--min-nodes", metavar="N", type=whole(1), help="continue with as few machines as this when others are lost")
     add("--max-nodes", metavar="N", type=whole(1), help="accept as many machines as this")
     add(
         "--rdzv", "--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: one of them, which must stay alive"

@@ -54,5 +54,5 @@ def make_parser() -> Parser:
         "-o", "--output", type=Path, metavar="FILE",
         help="the page (default: report.html in the folder of the run; of several runs, here)",
     )  # fmt: skip
-    parser.add_argument("--follow", action="store_true", help="write it again while the run goes on, until it ends")
+    parser.add_argument("--follow", action="store_true", help="write it again while the run continues, until it ends")
     return parser

@@ -61,7 +61,7 @@ def _refuse_own_loops(session: Session) -> None:
     def refused(method: str) -> Callable[..., NoReturn]:
         def refuse(*args: Any, **given: Any) -> NoReturn:
             session.refuse(
-                f"it keeps its own loop (Fabric.{method}), and the advisor measures Trainer.fit. Of the switches "
+                f"it keeps its own loop (Fabric.{method}), and the advisor measures Trainer.fit. Of the speed-ups, "
                 "precision, matmul_precision, fused_optimizer and compile are arguments of Fabric, too: try them there",
                 refused=False,
             )

@@ -104,9 +104,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="hasten demo",
         description=(
-            "Train a model on real data as a ladder: the plain PyTorch loop, the same in hasten, then one switch after "
-            "another. Prints the changed line, seconds, speed and test accuracy of each row, writes them as a bar "
-            "chart (png), CSV and JSON, and ends with the line to write."
+            "Train a model on real data: the plain PyTorch loop, the same in hasten, then one speed-up after another. "
+            "Prints the changed line, seconds, speed and test accuracy of each row, writes them as a bar chart (png), "
+            "CSV and JSON, and ends with the line to write."
         ),
     )
     parser.add_options(_TASK)

@@ -47,7 +47,7 @@ class Result:
         tokens: useful tokens of the whole training; what steps are counted in.
         base: the row it was compared with.
         comparison: with ``base``, turn by turn.
-        kept: whether the rows below have its switch, too: not where it does not pay.
+        kept: whether the rows below have its speed-up, too: not where it is not faster.
         ready_seconds: from the start of its process to its first step.
         first: its first steps, which pay for memory and for compiling.
         turns: those after them.
@@ -88,7 +88,7 @@ class Result:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the rows below do without its switch because it does not pay or was refused."""
+        """Whether the rows below do without its speed-up because it is not faster or was refused."""
         return not self.kept and not self.row.alone
 
     @property
@@ -174,7 +174,7 @@ class Measurement:
     _open: dict[Result, _RowTrial] = field(default_factory=dict)
 
     def add(self, row: LadderRow) -> None:
-        """Measure a row on top of those above that paid."""
+        """Measure a row on top of those above that were faster."""
         kept = [each for each in self.results if each.kept]
         base = (kept[0] if row.alone else kept[-1]) if kept else None
         variant = RowVariant() if base is None else row.on(base.variant)
@@ -189,7 +189,7 @@ class Measurement:
             else:
                 self._compare(trial, base)
         except TrialError as error:
-            # The plain loop and the same in hasten refuse nothing; a switch may not apply to this task.
+            # The plain loop and the same in hasten refuse nothing; a speed-up may not apply to this task.
             if base is None or base.variant.trainer is None or not error.refused:
                 raise
             result.refused, result.kept = error.text.splitlines()[0], False
@@ -206,7 +206,7 @@ class Measurement:
     def _compare(self, trial: _RowTrial, base: Result) -> None:
         is_lever = base.variant.trainer is not None
         judged = trial.result.comparison = Comparison()
-        # A row that does not pay is raced once more, and judged by all turns: the machine may have been busy.
+        # A row that is not faster is raced once more, and judged by all turns: the machine may have been busy.
         for _ in range(2 if is_lever else 1):
             until = time.monotonic() + self.row_seconds
             (found,) = race(self._open[base], [trial], steps=trial.steps_of_a_turn, until=until)
@@ -219,7 +219,7 @@ class Measurement:
             pays = judged.verdict == FASTER or (judged.verdict == UNCLEAR and judged.speed > 1.0)
             if pays:
                 break
-        # The same in hasten is what all rows below build on. Of the others those stay that pay.
+        # The same in hasten is what all rows below build on. Of the others those stay that are faster.
         trial.result.kept = not trial.result.row.alone and (pays or not is_lever)
 
     def _say_measured(self, result: Result) -> None:
@@ -228,7 +228,7 @@ class Measurement:
         if found is not None and result.base is not None:
             factor = speed_text(found.speed, found.low, found.high)
             text += f", {factor} the speed of: {result.base.row.name}" if factor else ", how fast is not certain yet"
-        self.say(text + "; does not pay: left out of the rows below" * result.is_left_out)
+        self.say(text + "; not faster: left out of the rows below" * result.is_left_out)
 
     def _is_short(self, result: Result) -> bool:
         return result.refused is None and (self.full or result.measured_seconds <= self.row_seconds)
@@ -304,7 +304,7 @@ def measure(
     say: Say = print,
     keep: Callable[[Sequence[Result]], object] = lambda results: None,
 ) -> list[Result]:
-    """Measure all rows of a task; each adds its switch to those above that paid.
+    """Measure all rows of a task; each adds its speed-up to those above that were faster.
 
     Args:
         task: whose rows.

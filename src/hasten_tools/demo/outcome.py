@@ -247,7 +247,7 @@ def _marks(numbered: _Numbered) -> Iterator[str]:
     if classes:
         yield f"More than rounding: {_grouped(sorted(classes, key=lambda each: each[1]))}."
     if left_out := [(number, "") for number, result in run if result.is_left_out]:
-        yield f"- does not pay here, so the rows below do without it: {_grouped(left_out)}."
+        yield f"- not faster here, so the rows below do without it: {_grouped(left_out)}."
 
 
 def _unsteadiness(numbered: _Numbered) -> Iterator[str]:
@@ -365,7 +365,7 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     notes = [
         "hatched, ~: timed over a sample of steps" * any(not result.in_full for result in results),
         "*: changes the maths" * any(not result.row.same_maths for result in results),
-        "-: does not pay, left out of the rows below" * any(result.is_left_out for result in results),
+        "-: not faster, left out of the rows below" * any(result.is_left_out for result in results),
     ]
     draw_speeds(
         path,

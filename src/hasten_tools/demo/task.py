@@ -64,7 +64,7 @@ class LadderRow:
     Args:
         name: for the table.
         line: the line of code that makes the difference.
-        arguments: arguments of the Trainer, in addition to the arguments of the rows above that paid.
+        arguments: arguments of the Trainer, in addition to the arguments of the rows above that were faster.
         changes: to the other fields of the :class:`RowVariant`.
         safety: what the row may change at most.
         alone: the row takes nothing from the rows above and passes nothing on.
@@ -130,7 +130,7 @@ def rows_by_hand(*, bf16: bool) -> list[LadderRow]:
     """Return the loops without hasten that a ladder of texts is compared with, besides the plain one.
 
     Args:
-        bf16: whether the device has units for products of bfloat16, so that autocast pays.
+        bf16: whether the device has units for products of bfloat16, so that autocast is faster.
 
     """
     code = ["pad_to_longest", "AdamW(..., fused=True)", *["torch.autocast(device, torch.bfloat16)"] * bf16]

@@ -411,7 +411,7 @@ class Imdb(TextTask):
         if self.device.type == "cpu":
             names = ["pages kept", "batches by length", *packed, "cheap dropout masks", "bf16", "compiled"]
         else:
-            # Steps this short wait for the host: to compute less pays once the host does not hold them up.
+            # Steps this short wait for the host: to compute less helps once the host does not hold them up.
             names = ["TF32", "batches by length", "bf16", "compiled", "CUDA graphs", *packed]
         shorter = max_length // 2
         without_dropout = f"from_pretrained(..., {source.attention_dropout_field}=0.0)"

@@ -73,7 +73,7 @@ class _BlockForm:
         self.in_tuple = isinstance(output, tuple) and len(output) == 1
         tensor = output[0] if self.in_tuple else output
         if not isinstance(tensor, Tensor) or not isinstance(given, Tensor) or tensor.shape != given.shape:
-            raise ValueError("a block returns something else than its first argument in another value.")
+            raise ValueError("a block does not return a tensor of the shape of its first argument.")
         return tensor
 
 

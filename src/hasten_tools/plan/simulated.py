@@ -186,7 +186,7 @@ def batch_without_data(batch: Batch, mode: FakeTensorMode, *, parts: int = 1) ->
         return converted
 
     if parts > 1 and samples < parts:
-        raise ValueError(f"a batch of {samples} samples has no {parts} parts.")
+        raise ValueError(f"a batch of {samples} samples cannot be divided into {parts} parts.")
     return map_tensors(convert, batch)
 
 

@@ -377,7 +377,7 @@ def sample_row(name: str, what: str, error: Exception) -> CheckRow:
         seen = f"The samples of the first batch cannot be joined: {row.seen}"
     else:
         seen = f"{what} raises {row.seen}"
-    return CheckRow(name, "error", seen, row.line or "Mend or leave out that sample.", row.place or innermost(error))
+    return CheckRow(name, "error", seen, row.line or "Fix or leave out that sample.", row.place or innermost(error))
 
 
 def bad_row(batch: object) -> str:
@@ -413,9 +413,9 @@ def check_labels(run: Run, seen: Observations, rows: Rows) -> None:
                 "labels",
                 f"Sample {index} has the label {value}{f', and {count - 1} others are wrong' if count > 1 else ''}: "
                 f"the last layer has {classes} outputs, so labels have to be 0 to {classes - 1}.",
-                f"Give the last layer {int(values.max()) + 1} outputs, or mend the labels."
+                f"Give the last layer {int(values.max()) + 1} outputs, or fix the labels."
                 if value >= classes
-                else "Mend the labels.",
+                else "Fix the labels.",
             )
         else:
             rows.ok("labels", f"all {values.numel()} labels are in 0 to {classes - 1}")

@@ -160,7 +160,7 @@ def _check_span(name: str, scheduler: Any, calls: int, *, by_step: bool, length:
             "CosineAnnealingLR(..., T_max=self.trainer.estimated_stepping_batches)" if by_step else f"T_max={calls}",
         )
     elif made_for > calls and (word in ("step_size", "milestones") or calls < 0.5 * made_for):
-        what = "does not change in this fit" if word in ("step_size", "milestones") else "stays near its beginning"
+        what = "does not change in this fit" if word in ("step_size", "milestones") else "stays near its initial value"
         counts_steps = made_for > length.epochs and made_for * 0.5 <= length.total_steps <= made_for * 2
         line = f"{name}(..., {word}={calls})"
         if word == "milestones":
@@ -241,7 +241,7 @@ def _check_loss(run: Run, seen: Observations, rows: Rows) -> bool:
     elif bad := [name for name, p in run.module.named_parameters() if not bool(torch.isfinite(p).all())][:1]:
         why = f"The parameter {bad[0]} is not finite."
     else:
-        why = "The outputs of all layers are finite: the loss is computed so."
+        why = "The outputs of all layers are finite: the computation of the loss is the cause."
     rows.error(
         "loss",
         f"The loss of training_step is {value} on the first batch. {why}",

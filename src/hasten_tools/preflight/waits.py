@@ -110,7 +110,7 @@ def check_waits(found: Mapping[str, tuple[int, dict[str, None], str]], batches: 
             seen = f"{frees[0]} in each step costs more than it frees: the next step has to ask for the memory again."
             line = f"Leave {frees[0]} out of training_step."
         else:
-            seen = f"{what} in each step: a device has to finish all its work before the program goes on. ({code})"
+            seen = f"{what} in each step: a device has to finish all its work before the program continues. ({code})"
             line = _instead(texts)
         rows.warning("training_step", seen, line, place)
 
@@ -144,7 +144,7 @@ def check_tensors(module: LightningModule, rows: Rows) -> None:
                 seen = f"{shown} is a tensor and no buffer: it does not move to the device with the module"
                 line = f'self.register_buffer("{name.partition("[")[0]}", ...)'
             where = f" (in {path})" if path else ""
-            rows.warning("buffers", f"{seen}{where}, and is in no checkpoint.", line)
+            rows.warning("buffers", f"{seen}{where}, and it is in no checkpoint.", line)
 
 
 def _plain_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

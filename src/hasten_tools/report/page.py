@@ -115,7 +115,7 @@ def follow(
             if now != written:
                 runs = write(paths, output, following=True)
             if not written:
-                say(f"{output}: written again while the run goes on. Ctrl-C ends this; the run is not touched.")
+                say(f"{output}: written again while the run continues. Ctrl-C ends this; the run is not touched.")
             written = now
             if not any(_goes_on(run, changed) for run, changed in zip(runs, now, strict=True)):
                 say("All runs have ended." if len(files) > 1 else f"The run has ended: {runs[0].state}.")

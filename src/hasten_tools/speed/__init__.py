@@ -1,4 +1,4 @@
-"""Levers that make training faster, and the advisor that measures them.
+"""Speed-ups: one-line changes that make training faster, and the advisor that measures them.
 
 It must not import ``hasten.trainer``, ``hasten_tools.preflight`` or ``hasten_lightning``.
 """

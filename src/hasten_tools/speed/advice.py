@@ -27,7 +27,7 @@ WINS, NEVER_PAYS, WRONG, REFUSED = "wins", "pays back too late", "wrong", "refus
 NOT_HERE, ALREADY_ON, NEEDED, NO_TIME, NOT_TRIED = "not here", "already on", "needed", "no time", "not tried"
 
 _WIDTH, _NARROW = 100, 80
-# Lines of a summary, and levers that one of them names.
+# Lines of a summary, and speed-ups that one of them names.
 _MOST_LINES = 10
 # Colours of bars.
 BLUE, ORANGE, GREY = "#2f6fb5", "#c98b2b", "#8a8f98"
@@ -36,18 +36,18 @@ CHART = "the bar chart of `hasten advise`"
 
 @dataclass
 class Row:
-    """What was found about a lever, or about several together.
+    """What was found about a speed-up, or about several together.
 
     Args:
-        name: name of the lever; several are joined by " + ".
+        name: name of the speed-up; several are joined by " + ".
         line: the line to write.
-        safety: its class in this program; of several levers, the least safe one.
+        safety: its class in this program; of several speed-ups, the least safe one.
         verdict: "wins", "no gain", "slower", "pays back too late", "wrong" (losses or gradients differ from the base's
             by more than its class allows), "refused" (it cannot be switched on here), "failed", "not here", "already
             on", "needed" (nothing runs without it), "no time", "not tried" (it needs consent, which was not given) or
             "unclear" (the time ended before the comparison was certain).
         reason: more about the verdict.
-        levers: all levers that were on: those of the base, and this one.
+        levers: all speed-ups that were on: those of the base, and this one.
         base: the line that it was added to and compared with; empty for the unchanged program.
         gain: how many times as fast as the base; None if it was not measured.
         speed: how many times as fast as the unchanged program, together with the base.
@@ -58,7 +58,7 @@ class Row:
         step_seconds: seconds of a step.
         samples_per_second: None if the size of a batch is not known.
         memory_bytes: peak memory of the device, or of the process if that is the CPU.
-        one_time_seconds: how much longer the start takes than without the lever: compiling, loading.
+        one_time_seconds: how much longer the start takes than without the speed-up: compiling, loading.
         break_even_steps: steps after which a longer start is won back.
         loss_deviation: how far the losses are from the base's.
         loss_noise: how far they may be.
@@ -93,7 +93,7 @@ class Row:
 
     @property
     def wins(self) -> bool:
-        """Whether it pays."""
+        """Whether it is faster."""
         return self.verdict == WINS
 
 
@@ -102,9 +102,9 @@ class Line:
     """A line to write.
 
     Args:
-        safety: class of the least safe of its levers.
+        safety: class of the least safe of its speed-ups.
         line: the line to write.
-        levers: names of its levers.
+        levers: names of its speed-ups.
         speed: how many times as fast as the unchanged program, measured with all of them.
         low: lower end of the interval of ``speed``; None if it was concluded from other races.
         high: upper end of the interval.
@@ -128,10 +128,10 @@ class Advice:
     Args:
         program: what was measured.
         unchanged: the row of the unchanged program.
-        rows: every lever, in the order in which they were tried.
-        combinations: other lines: without a lever, or with fewer levers for a safer class.
+        rows: every speed-up, in the order in which they were tried.
+        combinations: other lines: without a speed-up, or with fewer speed-ups for a safer class.
         lines: the lines to write, safest first; each is faster than the one before.
-        winners: names of the levers of the best line that needs no consent.
+        winners: names of the speed-ups of the best line that needs no consent.
         arguments: its Trainer arguments.
         facts: device, model and data.
         parts: seconds of a step by where they go.
@@ -142,7 +142,7 @@ class Advice:
         steps: steps of a turn of the unchanged program.
         seconds: how long everything took.
         unchanged_seconds: of these, the seconds spent on steps of the unchanged program.
-        needed_seconds: about the budget with which all levers would have been measured; None if they were.
+        needed_seconds: about the budget with which all speed-ups would have been measured; None if they were.
         interrupted: whether Ctrl-C ended it.
 
     Example::
@@ -188,7 +188,7 @@ class Advice:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there was time for all levers."""
+        """Whether there was time for all speed-ups."""
         return all(row.verdict != NO_TIME for row in self.rows)
 
     @property
@@ -211,7 +211,7 @@ class Advice:
         return self.best_within(Safety.OTHER_DRAWS)
 
     def best_within(self, safety: Safety) -> Line | None:
-        """Return the best line of which every lever is of this class or a safer one; None if nothing is faster.
+        """Return the best line of which every speed-up is of this class or a safer one; None if nothing is faster.
 
         Args:
             safety: the class.
@@ -238,7 +238,7 @@ class Advice:
         return "" if self.automatic is None else self.automatic.line
 
     def row(self, name: str) -> Row:
-        """Return the row of a lever.
+        """Return the row of a speed-up.
 
         Raises:
             KeyError: no row has this name.
@@ -276,7 +276,7 @@ class Advice:
             raise ValueError(f"this text is not an Advice: {error}") from error
 
     def summary(self, width: int = _NARROW) -> str:
-        """Return the verdict in at most ten lines: the lines to write, each lever once, and what was not measured.
+        """Return the verdict in at most ten lines: the lines to write, each speed-up once, and what was not measured.
 
         Args:
             width: columns, at least 40.
@@ -287,7 +287,7 @@ class Advice:
         # The best line without consent, and the fastest that trains the same model.
         chosen = list(dict.fromkeys(map(id, filter(None, (safe, same)))))
         verdict = self._verdict([line for line in self.lines if id(line) in chosen], width)
-        # A line to write is never cut; of the levers, what fits is named.
+        # A line to write is never cut; of the speed-ups, what fits is named.
         return "\n".join([*verdict, *self._rest(width)[: max(1, _MOST_LINES - len(verdict))]])
 
     def _verdict(self, chosen: Sequence[Line], width: int) -> list[str]:
@@ -314,7 +314,7 @@ class Advice:
         noise = f", noise {self.noise:.0%}" if self.noise and not self.is_noisy else ""
         end = _cut(f"{self.seconds:.0f} s on {self._hardware()}{noise}; all figures: --verbose", width)
         if self.is_noisy and not self.lines:
-            text = f"{self._busy}, so no lever is known to be faster or slower."
+            text = f"{self._busy}, so no speed-up is known to be faster or slower."
             return [*_cut(f'{text[:1].upper()}{text[1:]} Nothing is saved for speed="auto".', width), *end]
         groups: dict[str, list[str]] = {}
         for row in self._measured_first():
@@ -341,7 +341,7 @@ class Advice:
         return lines + end
 
     def table(self, width: int = _WIDTH) -> str:
-        """Return everything as plain text: the verdict, then each lever with its figures and reasons.
+        """Return everything as plain text: the verdict, then each speed-up with its figures and reasons.
 
         Args:
             width: columns; figures that do not fit beside the others are left out, the last ones first.
@@ -383,7 +383,7 @@ class Advice:
         return list(aligned(rows_of_text, widths, right_from=2, gap="  ", rule=rule))
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw a bar for each lever that was measured; its length is the speed.
+        """Draw a bar for each speed-up that was measured; its length is the speed.
 
         Args:
             path: of the picture; its ending names the format.
@@ -424,7 +424,7 @@ class Advice:
 
     def _title(self) -> str:
         return (
-            f"advise {self.program}: each lever in turns with the fastest line so far, until it is certain; "
+            f"advise {self.program}: each speed-up in turns with the fastest combination so far, until it is certain; "
             f"{self.seconds:.0f} s, of which {self.unchanged_seconds:.0f} s on the unchanged program"
         )
 
@@ -491,14 +491,14 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 # Columns of the longest name in a table; longer ones go on below.
 _LONGEST_NAME = 30
-# What a summary calls levers of a verdict, in the order in which it names them.
+# What a summary calls speed-ups of a verdict, in the order in which it names them.
 _TITLES = {
     WINS: "faster",
     UNCLEAR: "not certain",
     NO_TIME: "not measured",
     NO_GAIN: "no gain",
     SLOWER: "slower",
-    NEVER_PAYS: "pays too late",
+    NEVER_PAYS: "pays back too late",
     WRONG: "computes something else",
     REFUSED: "refused",
     FAILED: "failed",
@@ -525,11 +525,11 @@ def _listed(title: str, names: Sequence[str], more: str, width: int) -> str:
         text = f"{title}: {', '.join(names[:count])}{f' and {left} more' if left else ''}{more}"
         if len(text) <= width:
             return text
-    return f"{title}: {len(names)} levers{more}"[:width]
+    return f"{title}: {len(names)} speed-ups{more}"[:width]
 
 
 def composed(levers: Sequence[Lever]) -> str:
-    """Return one line for several levers: their Trainer arguments together, then the other lines.
+    """Return one line for several speed-ups: their Trainer arguments together, then the other lines.
 
     Example::
 
@@ -553,9 +553,9 @@ def as_argument(line: str) -> str:
 
 # Fresh memory in a step that is worth a note.
 _MUCH_BYTES = 16 * 2**20
-# Beyond this difference between turns, a busy machine hides what levers gain.
+# Beyond this difference between turns, a busy machine hides what speed-ups gain.
 _BUSY = 0.1
-# A lever that leaves out this much padding is noted.
+# A speed-up that leaves out this much padding is noted.
 _LESS_PADDING = 0.1
 
 

@@ -1,9 +1,9 @@
-"""The advisor: finds the fastest line for a program by hill climbing, and measures a verdict on each lever.
+"""The advisor: finds the fastest line for a program by hill climbing, and measures a verdict on each speed-up.
 
-The unchanged program is inspected once, and levers are ordered by the gain expected from what was found. The first is
-raced against the unchanged program, and each next one against the fastest line so far, whose steps are short by then.
+The unchanged program is inspected once, and speed-ups are ordered by the gain expected from what was found. The first
+is raced against the unchanged program, and each next one against the fastest line so far, whose steps are short then.
 At the end removals are tried, and the lines to write are measured once against the unchanged program. When the time is
-over the search stops, with the best levers behind it.
+over the search stops, with the best speed-ups behind it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hasten_tools.speed.trial_processes import (
     TrialStarter,
 )
 
-# A lever that lost on a line this much slower than the final one is tried again, unless it lost by more than half.
+# A speed-up that lost on a line this much slower than the final one is tried again, unless it lost by more than half.
 _MUCH_FASTER = 1.2
 _HOPELESS = 0.5
 # About the steps that confirming the lines takes of the unchanged program, and that a comparison takes at least.
@@ -56,13 +56,13 @@ _STEPS_OF_ONE_TURN = 4
 _MOST_TO_CONFIRM = 0.25
 # If the best line needs consent, share of the time that the search for one that needs none may take.
 _SHARE_OF_UNCHANGED = 0.25
-# A lever that promises less is not part of that search.
+# A speed-up that promises less is not part of that search.
 _WORTH_A_SECOND_SEARCH = 1.02
-# A line that is this fast without a lever does not need it.
+# A line that is this fast without a speed-up does not need it.
 _AS_FAST = 0.98
-# An unclear lever that seems to gain more is tried again with the others of its kind.
+# An unclear speed-up that seems to gain more is tried again with the others of its kind.
 _SEEMS_TO_GAIN = 1.02
-# A lever that compiles gets as much time as so many others: it starts slowly.
+# A speed-up that compiles gets as much time as so many others: it starts slowly.
 _TIMES_TO_COMPILE = 3
 _UNCHANGED = "the unchanged program cannot be measured: "
 
@@ -99,7 +99,7 @@ def measure(
     say: Say = lambda line: None,
     began: float | None = None,
 ) -> Advice:
-    """Measure levers (all by default) on a program; ``say`` is called with lines of progress.
+    """Measure speed-ups (all by default) on a program; ``say`` is called with lines of progress.
 
     Nothing of the trials is left, whether this returns or raises. After Ctrl-C the result is what was measured so far.
 
@@ -112,7 +112,7 @@ def measure(
 
     Raises:
         AdviceError: the unchanged program cannot be measured.
-        ValueError: a lever does not exist.
+        ValueError: a speed-up does not exist.
 
     """
     plan, chosen = plan or Plan(), choose(levers)
@@ -200,7 +200,7 @@ class LineSearch:
         compiled.sort(key=lambda lever: lever.arguments["compile"] != "regional")
         self._to_try = fit
         kept = self._climb((), [lever for lever in same_model if lever not in compiled])
-        # Levers that train another model are tried on top of those that train this one.
+        # Speed-ups that train another model are tried on top of those that train this one.
         whole = self._climb(kept, other_models)
         kept = self._climb(kept, compiled)
         if self._plan.combine:
@@ -231,13 +231,13 @@ class LineSearch:
 
     def _advice(self, levers: Sequence[Lever], lines: list[Line]) -> Advice:
         races, facts = self._races, self._facts
-        late = "interrupted" if self._is_interrupted else "the time was over before it began"
+        late = "interrupted" if self._is_interrupted else "time ran out before it began"
         for lever in levers:
             row = Row(lever.name, lever.line, lever.safety_in(facts), words.NO_TIME, late)
             self._rows.setdefault(lever.name, row)
         noise, waited = races.noise, races.waited_share
         if max(noise, waited) > NOISY:
-            # What is not certain on a busy machine is not a line to write; without some levers nothing runs.
+            # What is not certain on a busy machine is not a line to write; without some speed-ups nothing runs.
             needed = [dataclasses.replace(self._line_of((), 1.0), least=1.0)] if races.always else []
             lines = [line for line in lines if line.least is not None] or needed
             written = {name for line in lines for name in line.levers}
@@ -274,12 +274,12 @@ class LineSearch:
         )
 
     def _needed_seconds(self) -> float | None:
-        """Return about the budget with which all levers would have been measured; None if they were."""
+        """Return about the budget with which all speed-ups would have been measured; None if they were."""
         late = sum(row.verdict == words.NO_TIME for row in self._rows.values())
         if not late:
             return None
         races = self._races
-        # A lever that compiles takes longer than the others; how long is not known.
+        # A speed-up that compiles takes longer than the others; how long is not known.
         seconds = late * (races.start_seconds + 1.5 * _STEPS_TO_COMPARE * races.step_seconds(self._fastest))
         seconds += self._clock() - self._began + races.start_seconds
         return 30.0 * math.ceil((seconds + _STEPS_TO_CONFIRM * races.inspected.step_seconds) / 30.0)
@@ -323,7 +323,7 @@ class LineSearch:
         self._until = min(self._until, self._began + share * seconds)
 
     def _why_unfit(self, lever: Lever, safety: Safety) -> tuple[str, str]:
-        """Return the verdict and the reason of a lever that is not measured; empty for one that is."""
+        """Return the verdict and the reason of a speed-up that is not measured; empty for one that is."""
         if lever in self._races.always:
             return words.NEEDED, "the unchanged program runs out of memory: all others are measured with it"
         given = self._races.given
@@ -339,21 +339,21 @@ class LineSearch:
     # -- climbing
 
     def _climb(self, base: Levers, levers: Sequence[Lever], *, again: bool = False) -> Levers:
-        """Try levers one after another on the fastest line so far, beginning with ``base``; return that line.
+        """Try speed-ups one after another on the fastest line so far, beginning with ``base``; return that line.
 
-        Levers that are tried ``again`` have a row already, which only a win replaces.
+        Speed-ups that are tried ``again`` have a row already, which only a win replaces.
         """
         if again:
             self._to_try = list(levers)
         for lever in levers:
             line = _with(base, lever)
-            # A line of one lever was measured against the unchanged program already.
+            # A line of one speed-up was measured against the unchanged program already.
             reserve = 0.0 if again and len(base) < 2 else self._reserve()
             if base and not again:
                 # Those that stay unclear are raced together.
                 reserve += 2 * self._least_seconds(base)
             if not base and self._until - reserve - self._clock() < self._least_seconds(base):
-                # A line of one lever is not confirmed, and one turn shows a large gain.
+                # A line of one speed-up is not confirmed, and one turn shows a large gain.
                 reserve = 0.0
             left = self._until - reserve - self._clock()
             if left < self._races.start_seconds + _STEPS_OF_ONE_TURN * self._races.step_seconds(base):
@@ -376,12 +376,12 @@ class LineSearch:
     def _late(self, lever: Lever, *, again: bool) -> None:
         self._to_try = [other for other in self._to_try if other is not lever]
         if not again:
-            reason = "the time was over before it began"
+            reason = "time ran out before it began"
             row = Row(lever.name, lever.line, lever.safety_in(self._facts), words.NO_TIME, reason)
             self._rows[lever.name] = row
 
     def _with_unclear(self, base: Levers, levers: Sequence[Lever]) -> Levers:
-        """Try all levers at once that seem to gain but stayed unclear: together they may be certain."""
+        """Try all speed-ups at once that seem to gain but stayed unclear: together they may be certain."""
         rows = self._rows
         found = [
             lever
@@ -406,7 +406,7 @@ class LineSearch:
         return line
 
     def _worth_another_try(self, levers: Sequence[Lever], kept: Levers) -> list[Lever]:
-        """Return levers that lost on a much slower line, where bf16 may not pay yet, or stayed unclear."""
+        """Return speed-ups that lost on a much slower line, where bf16 may not help yet, or stayed unclear."""
         found = []
         for lever in levers:
             row = self._rows[lever.name]
@@ -419,7 +419,7 @@ class LineSearch:
         return found
 
     def _removed(self, line: Levers) -> Levers:
-        """Return a line without the levers that do not make it faster; the last one was tried on the others."""
+        """Return a line without the speed-ups that do not make it faster; the last one was tried on the others."""
         for lever in line[:-1]:
             if self._clock() + self._least_seconds(line) + self._reserve() > self._until:
                 break
@@ -475,7 +475,7 @@ class LineSearch:
         for row in (self._rows[lever.name] for lever in line):
             gain, speed = row.gain or 1.0, row.speed or 1.0
             share = 1.0 - 1.0 / gain
-            # On top of levers that the line does not have, it saves the time that it saved there.
+            # On top of speed-ups that the line does not have, it saves the time that it saved there.
             seconds -= share * seconds if names.issuperset(row.levers) else share * min(seconds, gain / speed)
         return 1.0 / seconds
 
@@ -484,7 +484,7 @@ class LineSearch:
     ) -> list[Row]:
         """Return the rows of lines that are raced against a base, within this share of the time if possible."""
         now, until = self._clock(), self._until - (self._reserve() if reserve is None else reserve)
-        error: TrialError = LateError("the time was over before it began")
+        error: TrialError = LateError("time ran out before it began")
         if now < until:
             try:
                 return self._races.run(base, lines, until=until, enough_at=now + share, deadline=self._until)
@@ -525,14 +525,14 @@ class LineSearch:
     def _against_the_unchanged(self, lines: Sequence[Levers]) -> list[Row]:
         named = {name_of(line): line for line in lines}
         if self._until - self._clock() < self._races.start_seconds + 2 * self._races.inspected.step_seconds:
-            late = LateError("the time was over before it began")
+            late = LateError("time ran out before it began")
             classes = [max(lever.safety_in(self._facts) for lever in line) for line in lines]
             return [failed(Row(name, "", safety, ""), late) for name, safety in zip(named, classes, strict=True)]
         self._say(f"measuring what to write against the unchanged program ({self._left()})")
         return self._race((), named, reserve=0.0)
 
     def _best_alone(self, levers: Sequence[Lever]) -> list[Line]:
-        """Return the line of the best lever by itself; one that needs no consent if there is one."""
+        """Return the line of the best speed-up by itself; one that needs no consent if there is one."""
         rows = sorted((row for row in self._rows.values() if row.wins), key=lambda row: -(row.speed or 0.0))
         best = next((row for row in rows if row.safety.is_automatic), rows[0] if rows else None)
         line = tuple(lever for lever in levers if best is not None and lever.name == best.name)
@@ -581,7 +581,7 @@ def _parts_of_time(lever: Lever) -> int:
 
 
 def _with(base: Levers, lever: Lever) -> Levers:
-    """Return a line with one more lever, in place of those that conflict with it."""
+    """Return a line with one more speed-up, in place of those that conflict with it."""
 
     def conflicts(other: Lever) -> bool:
         named = other.name in lever.conflicts or lever.name in other.conflicts

@@ -51,7 +51,7 @@ _LEAST_SECONDS_FOR_PROCESSES = 60.0
 _MOST_SECONDS = 300.0
 # A verdict that was reached without timing a step is looked at again in a training so many times as long.
 _MUCH_LONGER = 3.0
-# By Trainer, the places of the functions that levers call before each of its trainings.
+# By Trainer, the places of the functions that speed-ups call before each of its trainings.
 _changes: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +65,7 @@ def advise(
     verbose: bool,
     **amount: Any,
 ) -> Advice:
-    """Measure which switches make this training faster; see ``Trainer.advise``, and ``Plan`` for the amount."""
+    """Measure which speed-ups make this training faster; see ``Trainer.advise``, and ``Plan`` for the amount."""
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
 
@@ -89,7 +89,7 @@ def advise(
     program = program_of(trainer, model, train_dataloaders, datamodule)
     found = measure(program, levers=levers, plan=plan, say=lambda line: say(f"advise: {line}"), began=began)
     if levers is None and found.is_worth_keeping:
-        # For speed="auto". A result for some levers says nothing about the others.
+        # For speed="auto". A result for some speed-ups says nothing about the others.
         remember(_key(trainer, model, train_dataloaders, datamodule), found)
     say(found.summary())
     return found
@@ -124,7 +124,7 @@ def program_of(
     if b"__main__" in pickled and main is None:
         raise make_error(
             TypeError,
-            "Trainer.advise: the class of the model was typed in here, and other processes cannot find it.",
+            "Trainer.advise: the class of the model was defined in this session, where other processes cannot find it.",
             fix="Import it from a file; or run: hasten advise program.py",
         )
     names = conventions.current() is not conventions.HASTEN
@@ -145,11 +145,11 @@ def choose_speed(
     datamodule: LightningDataModule | None,
     ckpt_path: PathLike | None = None,
 ) -> Iterator[None]:
-    """Switch on the levers that pay for this training, and log them; changes that are no arguments end with the block.
+    """Switch on what makes this training faster, and log it; changes that are no arguments end with the block.
 
-    ``Trainer(speed=...)`` names the least safe class of a lever that may be among them. Other levers that were
+    ``Trainer(speed=...)`` names the least safe class of a speed-up that may be among them. Other speed-ups that were
     measured, or would be worth measuring, are logged with their class. A training that continues from a checkpoint has
-    the levers of the run that saved it. A result kept from an earlier run, or from ``hasten advise``, is used without
+    those of the run that saved it. A result kept from an earlier run, or from ``hasten advise``, is used without
     measuring. If a program cannot be measured, it trains unchanged, and a message gives the reason. The arguments of
     the Trainer change; the model does not.
     """
@@ -188,7 +188,7 @@ class _Choosing:
         self._most = Safety.of_speed(speed)
 
     def made(self, ckpt_path: PathLike | None) -> tuple[tuple[str, ...], list[str]]:
-        """Switch levers on; return their names, and the places of the functions that some of them call."""
+        """Switch speed-ups on; return their names, and the places of the functions that some of them call."""
         trainer = self._trainer
         checkpoint = Stored.read(trainer, ckpt_path)
         if checkpoint.levers is not None:
@@ -208,7 +208,7 @@ class _Choosing:
                 origin += f", kept in {kept}" if kept else ""
                 if kept is None and trainer.runtime.several_processes:
                     advice, text = None, "the result cannot be kept for the other processes"
-                    rank_zero_warn(f"speed={self._speed!r}: {text}: training goes on unchanged.")
+                    rank_zero_warn(f"speed={self._speed!r}: {text}: training continues unchanged.")
         if advice is None:
             return (), []
         verdicts[trainer] = advice
@@ -244,18 +244,18 @@ class _Choosing:
             # All must do the same, and none can wait for another here.
             self._log(
                 "no result is kept for this program; measure it once on one device: hasten advise program.py. "
-                "Training goes on unchanged."
+                "Training continues unchanged."
             )
             return False
         if trainer.fast_dev_run or self._known_batches() < FEWEST_BATCHES:
             few = f"max_steps={trainer.max_steps}" if trainer.max_steps >= 0 else f"max_epochs={trainer.max_epochs}"
             what = "fast_dev_run" if trainer.fast_dev_run else few
-            self._log(f"{what} ends before anything could be measured: it goes on unchanged.")
+            self._log(f"{what} ends before anything could be measured: it continues unchanged.")
             return False
         return True
 
     def _measured(self, done: float) -> Advice | None:
-        """Return what pays; None if it cannot be measured."""
+        """Return what is faster; None if it cannot be measured."""
         levers = [lever for lever in known_levers() if lever.preload in (None, preloaded())]
         trainer, model = self._trainer, self._model
         # The first optimizer of a process imports a lot, which the training would pay for, too.
@@ -268,12 +268,12 @@ class _Choosing:
             choice = first.choose(self._known_batches())
         except TrialError as error:
             # What is wrong shows when the training begins.
-            self._log(f"nothing was measured, training goes on unchanged: {error.text}")
+            self._log(f"nothing was measured, training continues unchanged: {error.text}")
             return None
         finally:
             undo()
         if choice is None:
-            self._log("this training ends before anything could be measured: it goes on unchanged.")
+            self._log("this training ends before anything could be measured: it continues unchanged.")
             return None
         rest = others(levers)
         # Of a training without a known end, no share is known either.
@@ -281,11 +281,11 @@ class _Choosing:
         return self._with_processes(choice, rest) if rest and is_long else choice.advice
 
     def _with_processes(self, choice: Choice, levers: list[Lever]) -> Advice:
-        """Return what pays of all levers: those that only other processes can try are raced on top of the choice."""
+        """Return what is faster; speed-ups that only other processes can try are compared on top of the choice."""
         trainer, advice = self._trainer, choice.advice
         limit = f" for at most {min(choice.left_seconds, _MOST_SECONDS):.0f} s" if PLAN.share_of_training else ""
         classes = [lever for lever in levers if lever.safety <= self._most]
-        self._log(f"measuring{limit} which of {len(classes)} more levers pay; training begins after that.")
+        self._log(f"measuring{limit} which of {len(classes)} more speed-ups help; training begins after that.")
         budget = min(choice.left_seconds, _MOST_SECONDS) if PLAN.share_of_training else None
         plan = dataclasses.replace(PLAN, most=self._most, budget_seconds=budget, share_of_training=None)
         known = {lever.name: lever for lever in known_levers()}
@@ -296,17 +296,17 @@ class _Choosing:
             found = measure(program, levers=levers, plan=plan)
         except (TypeError, AdviceError) as error:
             text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
-            kept = "what was measured before is used" if chosen else "training goes on unchanged"
+            kept = "what was measured before is used" if chosen else "training continues unchanged"
             rank_zero_warn(f"speed={self._speed!r}: nothing more was measured, {kept}: {text}")
             return advice
         return together(advice, found, chosen)
 
     def _apply(self, advice: Advice, origin: str) -> tuple[tuple[str, ...], list[str]]:
-        """Set the arguments that pay; return the names of the levers, and the functions that some of them call."""
+        """Set the arguments that help; return the names of the speed-ups, and the functions that some of them call."""
         by_name = {lever.name: lever for lever in known_levers()}
         best = advice.best_within(self._most)
         wanted = advice.winners if self._speed == "auto" else best.levers if best is not None else []
-        # Consent was not given, whatever is in the file; a lever may be gone, or need a process started for it.
+        # Consent was not given, whatever is in the file; a speed-up may be gone, or need a process started for it.
         levers = [
             lever
             for name in wanted
@@ -323,7 +323,7 @@ class _Choosing:
             factor = advice.factor(best) if best is not None and len(levers) == len(wanted) else ""
             self._log(f"{f'{factor} with ' if factor else ''}{composed(levers)} ({origin}).")
         else:
-            self._log(f"nothing is faster here, training goes on unchanged ({origin}).")
+            self._log(f"nothing is faster here, training continues unchanged ({origin}).")
         self._recommend(advice)
         return self._switch_on(levers)
 
@@ -341,7 +341,7 @@ class _Choosing:
         return tuple(lever.name for lever in levers), places
 
     def _recommend(self, advice: Advice) -> None:
-        """Log the levers that stay off because they change more than was allowed, with their class."""
+        """Log the speed-ups that stay off because they change more than was allowed, with their class."""
         measured = [line for line in advice.lines if line.safety > self._most]
         untried = [row for row in advice.rows if row.verdict == NOT_TRIED]
         left_out = f"leaves out what changes more than {self._most.limit}"
@@ -379,7 +379,7 @@ def together(first: Advice, found: Advice, chosen: Sequence[Lever]) -> Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The names of the levers of the run that saved a checkpoint, and how many batches were done."""
+    """The names of the speed-ups of the run that saved a checkpoint, and how many batches were done."""
 
     # None if the run did not choose any, or if there is no checkpoint.
     levers: list[str] | None = None

@@ -1,4 +1,4 @@
-"""Levers that are not arguments of the Trainer: attention dropout, threads."""
+"""Speed-ups that are not arguments of the Trainer: attention dropout, threads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def no_attention_dropout(module: nn.Module) -> None:
 
 
 def switch_attention_dropout_off(trainer: Trainer, module: nn.Module) -> None:
-    """``no_attention_dropout`` as a lever calls it."""
+    """``no_attention_dropout`` as a speed-up calls it."""
     no_attention_dropout(module)
 
 

@@ -1,4 +1,4 @@
-"""Check that a lever computes what its class allows: losses, gradients, and samples that do not affect each other."""
+"""Check that a speed-up computes what its class allows: losses, gradients, and samples that stay independent."""
 
 from __future__ import annotations
 

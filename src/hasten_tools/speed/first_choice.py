@@ -1,11 +1,11 @@
-"""Choose the levers of ``Trainer(speed=...)`` in the training's own process, in a time limited by the possible gain.
+"""Choose the speed-ups of ``Trainer(speed=...)`` in the training's own process, in a time limited by the possible gain.
 
-One look at the first batch finds which levers gain by construction: attention over padding that is not there, data
+One look at the first batch finds which speed-ups gain by construction: attention over padding that is not there, data
 that is in memory already, an optimizer in one kernel. They need one check that they compute the same, and a turn
-against the unchanged program if the training is long enough to pay for it. What is less certain is raced, for as long
+against the unchanged program if the training is long enough for that. What is less certain is raced, for as long
 as the allowance lasts: a share of the time that the training is expected to take.
 
-A try trains a few steps with the levers on, on one device, without callbacks and loggers. Afterwards weights, data,
+A try trains a few steps with the speed-ups on, on one device, without callbacks and loggers. Afterwards weights, data,
 counters and random numbers are those from before (``Trainer.prepared_run``).
 """
 
@@ -69,7 +69,7 @@ _MUCH_FRESH = 0.03
 _MUCH_WAITING = 0.03
 # A line that is slower than this after its turns is left.
 _NOT_SLOWER = 0.98
-# Most turns of the choice, and of a lever that may be added to it.
+# Most turns of the choice, and of a speed-up that may be added to it.
 _TURNS, _MORE_TURNS = 4, 8
 # Steps of this length or less may be faster with fewer threads.
 _SHORT_STEP_SECONDS = 0.01
@@ -123,7 +123,7 @@ class TrialPlace(Protocol):
 
 @dataclasses.dataclass
 class Choice:
-    """The chosen levers, and the measurements behind the choice."""
+    """The chosen speed-ups, and the measurements behind the choice."""
 
     # For the record and for the next run.
     advice: Advice
@@ -136,7 +136,7 @@ class FirstChoice:
 
     Args:
         place: where lines are tried.
-        most: the least safe class of a lever that may be switched on.
+        most: the least safe class of a speed-up that may be switched on.
         title: of the program.
         given: the Trainer's own arguments.
         levers: those that may be switched on.
@@ -165,7 +165,7 @@ class FirstChoice:
         self._comparison: Comparison | None = None
 
     def choose(self, known_batches: float = math.inf) -> Choice | None:
-        """Return what pays; None for a training that is too short to look at.
+        """Return what is faster; None for a training that is too short to look at.
 
         Args:
             known_batches: number of training batches, if it is known before the training is set up.
@@ -220,7 +220,7 @@ class FirstChoice:
         return free and lever.safety_in(facts) <= self._most and lever.applies(facts) is None
 
     def _certain(self) -> Levers:
-        """Return the levers that gain by construction, those that need a check first."""
+        """Return the speed-ups that gain by construction, those that need a check first."""
         facts, sight = self._plain.facts, self._plain
         padding = 1.0 - (1.0 if facts["useful_tokens"] is None else facts["useful_tokens"])
         # torch's attention with dropout computes every pair of tokens on a CPU.
@@ -275,9 +275,9 @@ class FirstChoice:
     # -- checks and races
 
     def _checked(self, levers: Levers) -> Levers:
-        """Return the levers of a line that compute what they may, found by one try of all of them."""
+        """Return the speed-ups of a line that compute what they may, found by one try of all of them."""
         while levers:
-            # Only where batches stay can a few samples be compared, and only some levers change what they compute.
+            # Only where batches stay can a few samples be compared, and only some speed-ups change what they compute.
             compares = [lever for lever in levers if "packed" in lever.arguments]
             try:
                 sight = self._place.look(levers, _no_steps, checks=bool(compares))
@@ -293,7 +293,7 @@ class FirstChoice:
         return levers
 
     def _without_one(self, levers: Levers, reason: str, verdict: str) -> Levers:
-        """Return a line without the lever that an error is about: the one whose argument it names, else the first."""
+        """Return a line without the speed-up that an error is about: that whose argument it names, else the first."""
         named = [lever for lever in levers if any(f"({name}=" in reason for name in lever.arguments)]
         return self._without(levers, (named or list(levers))[0], reason, verdict)
 
@@ -352,7 +352,7 @@ class FirstChoice:
         return None if found.error is not None else found
 
     def _promising(self, line: Levers) -> list[Lever]:
-        """Return levers that may gain more, and that this process can switch on and off."""
+        """Return speed-ups that may gain more, and that this process can switch on and off."""
         facts = self._plain.facts
         assert self._plain.turn is not None
         short = self._plain.turn.cost("steps") < _SHORT_STEP_SECONDS
@@ -374,11 +374,11 @@ class FirstChoice:
         ]
 
     def _extended(self, line: Levers, lever: Lever) -> Levers:
-        """Return the line with one more lever if that is certain to be faster."""
+        """Return the line with one more speed-up if that is certain to be faster."""
         if any(lever.name in other.conflicts for other in line):
             return line
         if self._left_seconds() < 5.0 * self._plain.seconds:
-            self._refused(lever, "it would take more than it can gain", words.NO_TIME)
+            self._refused(lever, "measuring it would take more time than it can gain", words.NO_TIME)
             return line
         tried = tuple(other for other in line if other.name != "resident data")
         longer = (*tried, lever)
@@ -420,7 +420,7 @@ class FirstChoice:
 
 
 def is_free(lever: Lever, given: Mapping[str, Any]) -> bool:
-    """Return whether the user has not set the argument of a lever: values that are set stay, also "off".
+    """Return whether the user has not set the argument of a speed-up: values that are set stay, also "off".
 
     Example::
 
@@ -436,7 +436,7 @@ def is_free(lever: Lever, given: Mapping[str, Any]) -> bool:
 
 
 def others(levers: Sequence[Lever]) -> list[Lever]:
-    """Return the levers that only other processes can try."""
+    """Return the speed-ups that only other processes can try."""
     here = {"packed first token", "packed tokens", "batches by length", "resident data", "fused optimizer"}
     here |= {"kept memory", "one thread", "half the threads", "fast dropout masks"}
     return [lever for lever in levers if lever.name not in here]
@@ -446,7 +446,7 @@ def others(levers: Sequence[Lever]) -> list[Lever]:
 
 
 class InPlace:
-    """Tries lines of levers on the model of a Trainer: it is trained for a few steps, and restored."""
+    """Tries lines of speed-ups on the model of a Trainer: it is trained for a few steps, and restored."""
 
     def __init__(
         self,
@@ -459,11 +459,11 @@ class InPlace:
         self._data, self._datamodule = train_dataloaders, datamodule
 
     def line(self, levers: Levers) -> LineInPlace:
-        """Return a line of levers that trains in turns."""
+        """Return a line of speed-ups that trains in turns."""
         return LineInPlace(self, levers)
 
     def look(self, levers: Levers, steps: Steps, *, checks: bool = True, asks_apart: bool = False) -> Sight:
-        """Look at the first batch with these levers on, then train one step and time so many more.
+        """Look at the first batch with these speed-ups on, then train one step and time so many more.
 
         Args:
             levers: what is on.
@@ -472,7 +472,7 @@ class InPlace:
             asks_apart: find out whether the samples of the first batch affect one another.
 
         Raises:
-            TrialError: the program or a lever refuses, or a step fails.
+            TrialError: the program or a speed-up refuses, or a step fails.
 
         """
         watch = _Watch(checks=checks, asks_draws=not levers, asks_apart=asks_apart)
@@ -528,7 +528,7 @@ class LineInPlace:
     def turn(self, steps: int, until: float = math.inf) -> Turn:
         """Train one step, and time so many more."""
         if time.monotonic() + self.seconds > until:
-            raise LateError("the time was over before it began")
+            raise LateError("time ran out before it began")
         sight = self._place.look(self.levers, lambda batches: steps, checks=False)
         self.seconds = sight.seconds
         if sight.turn is None:

@@ -1,4 +1,4 @@
-"""A trial of ``Trainer.fit``: the program's Trainer trains with levers on, in turns that the parent orders."""
+"""A trial of ``Trainer.fit``: the program's Trainer trains with speed-ups on, in turns that the parent orders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REPORTED = (*SPEED_NAMES, "precision", "plugins")
 class Orders:
     """How a trial trains."""
 
-    # Of the levers that are on: Trainer arguments, and places of functions (``Lever.place``).
+    # Of the speed-ups that are on: Trainer arguments, and places of functions (``Lever.place``).
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     changes: tuple[str, ...] = ()
     seed: int = 0
@@ -87,7 +87,7 @@ class FitTrial:
         self._class.__init__, self._class.fit, self._class.advise = __init__, fit_in_turns, advise
 
     def changed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a Trainer's arguments with the levers on, on one device, writing and showing nothing."""
+        """Return a Trainer's arguments with the speed-ups on, on one device, writing and showing nothing."""
         devices, strategy = given.get("devices", "auto"), given.get("strategy", "auto")
         limits = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
         new = {
@@ -109,7 +109,7 @@ class FitTrial:
             "strategy": strategy if strategy in ("auto", "single_device") else "auto",
         }
         if given.get("batch_size") == "auto":
-            # Levers are compared with the loader's own batches: the search would be part of each trial.
+            # Speed-ups are compared with the loader's own batches: the search would be part of each trial.
             new["batch_size"] = None
         if given.get("barebones"):
             new.update(barebones=False, logger=False)
@@ -177,7 +177,7 @@ class _Measured(Callback):
         try:
             self._steps_planned = float(trainer.estimated_stepping_batches)
         except Exception:
-            # It only shows when a lever pays back, and some data has no length.
+            # It only shows when a speed-up pays back, and some data has no length.
             self._steps_planned = None
         trainer.limit_val_batches = 0
         _lift_limits(trainer.current_run)

@@ -1,4 +1,4 @@
-"""The levers: one-line changes that may make training faster, the class of each, and where it can apply."""
+"""The speed-ups: one-line changes that may make training faster, the class of each, and where it can apply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # (trainer, module) -> a function that undoes the change, or None; called right before training begins
 Change = Callable[["Trainer", nn.Module], Callable[[], None] | None]
-# facts about device, model and data -> why the lever cannot pay there; None if it may
+# facts about device, model and data -> why the speed-up cannot help there; None if it may
 Facts = Mapping[str, Any]
 Applies = Callable[[Facts], str | None]
 
@@ -43,14 +43,14 @@ class Lever:
         change: a function ``change(trainer, module)`` to call instead, or in addition: one at the top of a module, or
             its place as "package.module:function". It may return a function that undoes the change.
         preload: the allocator that the program is started with, "tcmalloc" or "jemalloc"; None for the C library's.
-        conflicts: names of levers that it cannot be combined with.
-        applies: called with facts about device, model and data; returns why it cannot pay, or None if it may.
+        conflicts: names of speed-ups that it cannot be combined with.
+        applies: called with facts about device, model and data; returns why it cannot help, or None if it may.
         redraws: "step" if it draws other random numbers in a step that draws any (dropout), "samples" if it does so
             for samples that are drawn (augmentation): then its class is at least ``Safety.OTHER_DRAWS``.
         splits_batches: it computes a batch in parts, whose statistics batch normalization then uses.
 
     Raises:
-        ValueError: ``safety`` or ``redraws`` has an unknown value, or the lever does nothing.
+        ValueError: ``safety`` or ``redraws`` has an unknown value, or the speed-up does nothing.
 
     Example::
 
@@ -112,7 +112,7 @@ class Lever:
         return max(self.safety, Safety.OTHER_DRAWS) if redraws else self.safety
 
     def keeps_first_batch(self, facts: Facts) -> bool:
-        """Return whether the first batch is computed as without the lever, apart from random draws.
+        """Return whether the first batch is computed as without the speed-up, apart from random draws.
 
         Args:
             facts: about device, model and data.
@@ -137,7 +137,7 @@ class Lever:
         return f"{module_of(self.change)}:{name}"
 
 
-# -- where levers apply
+# -- where speed-ups apply
 
 
 def _only_on(kind: str, why: str) -> Applies:
@@ -196,17 +196,17 @@ _MEMORY_RAN_OUT = _needs("memory_ran_out", "batches fit into memory, and this is
 _EMULATED = 0.5
 
 
-# -- the levers
+# -- the speed-ups
 
 
 def _argument(name: str, safety: Safety, argument: str, value: Any, **options: Any) -> Lever:
-    """Return the lever of an argument of the Trainer."""
+    """Return the speed-up of an argument of the Trainer."""
     shown = f'"{value}"' if isinstance(value, str) else repr(value)
     return Lever(name, f"L.Trainer(..., {argument}={shown})", safety, {argument: value}, **options)
 
 
 def _preloaded(name: str, file_name: str) -> Lever:
-    """Return the lever of an allocator that a program is started with."""
+    """Return the speed-up of an allocator that a program is started with."""
 
     def is_installed(facts: Facts) -> str | None:
         return None if file_of(name) is not None else f"{name} is not installed on this machine"
@@ -216,7 +216,7 @@ def _preloaded(name: str, file_name: str) -> Lever:
     return Lever(name, line, Safety.SAME_BITS, {"allocator": name}, preload=name, applies=applies)
 
 
-# Levers that set a number of threads.
+# Speed-ups that set a number of threads.
 _THREADS = ("one thread", "half the threads", "a thread a core")
 
 
@@ -310,10 +310,10 @@ _MOST_FROM_PEAKS = 3.0
 
 
 def expected_gain(lever: Lever, facts: Facts) -> float:
-    """Return about how many times as fast a lever makes a program; the advisor tries the best first.
+    """Return about how many times as fast a speed-up makes a program; the advisor tries the best first.
 
     Args:
-        lever: the lever. Those that hasten does not know come first: the user registered or named them.
+        lever: the speed-up. Those that hasten does not know come first: the user registered or named them.
         facts: about device, model and data, with "parts": seconds of a step by where they go.
 
     Example::
@@ -384,16 +384,16 @@ def waits_for_data(facts: Facts) -> bool:
     return bool(parts.get("data wait", 0.0) > _WAITS * sum(parts.values()))
 
 
-# -- finding levers
+# -- finding speed-ups
 
 _registered: dict[str, Lever] = {}
 
 
 def register(lever: Lever) -> None:
-    """Add a lever to those that the advisor and ``Trainer(speed="auto")`` measure; one of the same name is replaced.
+    """Add a speed-up to those that the advisor and ``Trainer(speed="auto")`` measure; one of the same name is replaced.
 
     Args:
-        lever: the lever.
+        lever: the speed-up.
 
     """
     unregister(lever.name)
@@ -401,7 +401,7 @@ def register(lever: Lever) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a lever that was registered; an unknown name is ignored."""
+    """Remove a speed-up that was registered; an unknown name is ignored."""
     _registered.pop(name, None)
 
 
@@ -409,10 +409,10 @@ def known_levers() -> list[Lever]:
     """Return all levers: hasten's, those that packages add by entry points, and those registered.
 
     Raises:
-        TypeError: an entry point is not a Lever.
+        TypeError: an entry point is not a Speed-up.
 
     """
-    # Of levers with one name the last counts: one that the program has registered, one of hasten's, one of a package.
+    # Of several with one name the last counts: one that the program has registered, one of hasten's, one of a package.
     every = {lever.name: lever for lever in (*LEVERS, *_added(), *_registered.values())}
     every |= {lever.name: lever for lever in LEVERS} | _registered
     return list(every.values())
@@ -427,12 +427,12 @@ def _added() -> tuple[Lever, ...]:
 
 
 def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
-    """Return levers by name or as objects; all if None is given.
+    """Return speed-ups by name or as objects; all if None is given.
 
-    The name of a Trainer argument stands for all levers that set it.
+    The name of a Trainer argument stands for all speed-ups that set it.
 
     Raises:
-        TypeError: an element is neither a Lever nor a name.
+        TypeError: an element is neither a Speed-up nor a name.
         ValueError: a name is unknown, or given twice.
 
     Example::
@@ -450,7 +450,7 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
             chosen.append(given)
         elif not isinstance(given, str):
             raise make_error(
-                TypeError, f"levers=[{given!r}]:", fix="use names of levers, or Lever objects.", argument="levers"
+                TypeError, f"levers=[{given!r}]:", fix="use names of speed-ups, or Lever objects.", argument="levers"
             )
         elif given in by_name:
             chosen.append(by_name[given])
@@ -460,7 +460,7 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
                 hint = did_you_mean(given, by_name)
                 raise make_error(
                     ValueError,
-                    f"levers={given!r}: this lever does not exist.",
+                    f"levers={given!r}: this speed-up does not exist.",
                     fix=f"{hint} Use {', '.join(by_name)}.",
                     argument="levers",
                 )
@@ -469,6 +469,6 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise make_error(
-            ValueError, f"levers: {twice[0]!r} is given twice.", fix="Give each lever another name.", argument="levers"
+            ValueError, f"levers: {twice[0]!r} is given twice.", fix="Give each its own name.", argument="levers"
         )
     return chosen

@@ -1,4 +1,4 @@
-"""Races of lines of levers: trials take turns, and each line gets a row with its verdict and figures."""
+"""Races of lines with speed-ups: trials take turns, and each line gets a row with its verdict and figures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Plan:
     combine: bool = True
     budget_seconds: float | None = None
     timeout_seconds: float = 900.0
-    # Levers of less safe classes are not measured.
+    # Speed-ups of less safe classes are not measured.
     most: Safety = Safety.OTHER_MATHS
     # A budget as a share of the time that the training is planned to take; if inspecting the program takes longer,
     # nothing is measured.
@@ -128,7 +128,7 @@ class _Entry:
 
     line: Levers
     row: Row
-    # Levers that only the line or only the base has, and the class of the least safe of them.
+    # Speed-ups that only the line or only the base has, and the class of the least safe of them.
     changed: list[Lever]
     safety: Safety
     # Each step reads the samples and random numbers that it reads in the base.
@@ -145,7 +145,7 @@ class Races:
         self, open_trial: OpenTrial, plan: Plan | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._open_trial, self._plan, self._clock = open_trial, plan or Plan(), clock
-        # Levers that are on in every trial, as the program cannot run without.
+        # Speed-ups that are on in every trial, as the program cannot run without.
         self.always: Levers = ()
         # Found when the unchanged program is inspected: about device, model and data; its own Trainer arguments, as
         # text; steps of the whole training, if known; and the run.
@@ -153,7 +153,7 @@ class Races:
         self.given: Mapping[str, str] = {}
         self.steps_planned: float | None = None
         self.inspected = TrialRecord((), [], {})
-        # By the names of the levers of a line: times as fast as the unchanged program.
+        # By the names of the speed-ups of a line: times as fast as the unchanged program.
         self.speeds: dict[frozenset[str], float] = {frozenset(): 1.0}
         # From the start of a trial until it was ready to train.
         self.start_seconds = 0.0
@@ -162,7 +162,7 @@ class Races:
         self.waits: list[float] = []
         # Spent on steps of the unchanged program.
         self.unchanged_seconds = 0.0
-        # By the names of the levers, and the seed.
+        # By the names of the speed-ups, and the seed.
         self._runs: dict[tuple[frozenset[str], int], TrialRecord] = {}
 
     # -- the unchanged program
@@ -266,7 +266,7 @@ class Races:
         redraws = Safety.LOWER_PRECISION in classes and self.facts.get("step_draws", True)
         is_alike = all(each.keeps_batches for each in classes) and not redraws
         compiled = any("compile" in lever.arguments for lever in (*base, *line))
-        # Lines that are confirmed were compared lever by lever.
+        # Lines that are confirmed were compared speed-up by speed-up.
         is_one_change = bool(base) or len(line) == 1
         compares = bool(self.facts.get("step_draws")) and is_one_change and not compiled and not is_alike
         of_added = max((lever.safety_in(self.facts) for lever in added), default=Safety.SAME_BITS)
@@ -298,7 +298,7 @@ class Races:
             self.noises.append(stdev(math.log(a.cost("steps") / b.cost("steps")) for a, b in pairs))
         speed = self.speeds.get(key_of_line(before.levers), 1.0)
         found = self._judge(entry, before)
-        # With such a lever, a busy machine also shows how much its other programs compute.
+        # With such a speed-up, a busy machine also shows how much its other programs compute.
         load = any(lever.depends_on_free_cores for lever in entry.line)
         start_seconds = TrialRecord(entry.line, entry.trial.history, {}).start_seconds
         row = dataclasses.replace(
@@ -344,7 +344,7 @@ class Races:
     # -- what lines compute
 
     def _judge(self, entry: _Entry, before: TrialRecord) -> LossVerdict:
-        """Return how a line exceeds what its levers may change, with the distance of its losses and what is allowed."""
+        """Return how a line exceeds what it may change, with the distance of its losses and what is allowed."""
         run = TrialRecord(entry.line, entry.trial.history, entry.trial.ask("first_steps"))
         again, coarse = self._repeated(before), bool(self.facts.get("coarse"))
         safety, is_alike = entry.safety, entry.is_alike
@@ -374,7 +374,7 @@ class Races:
         return run
 
     def _repeated(self, run: TrialRecord) -> TrialRecord:
-        """Return another run of the same levers with the same seed; one without steps if there was none."""
+        """Return another run of the same speed-ups with the same seed; one without steps if there was none."""
         known = self._runs[key_of_line(run.levers), 0] if run.levers else self.inspected
         return known if known.turns[0] is not run.turns[0] else TrialRecord(run.levers, [], {})
 
@@ -432,7 +432,7 @@ class Races:
         return min(_MOST_STEPS, max(1, math.ceil(_TURN_SECONDS / max(step_seconds, 1e-9))))
 
     def step_seconds(self, levers: Levers) -> float:
-        """Return about how long a step takes with these levers, by the known speed of some of them."""
+        """Return about how long a step takes with these speed-ups, by the known speed of some of them."""
         line = max((known for known in self.speeds if known <= key_of_line(levers)), key=len)
         return self.inspected.step_seconds / self.speeds[line]
 
@@ -480,17 +480,17 @@ def failed(row: Row, error: TrialError) -> Row:
 
 
 def key_of_line(levers: Levers) -> frozenset[str]:
-    """Return the names of the levers of a line, whatever their order."""
+    """Return the names of the speed-ups of a line, whatever their order."""
     return frozenset(lever.name for lever in levers)
 
 
 def name_of(levers: Levers) -> str:
-    """Return the names of the levers of a line."""
+    """Return the names of the speed-ups of a line."""
     return " + ".join(lever.name for lever in levers)
 
 
 def arguments_of(levers: Sequence[Lever]) -> dict[str, Any]:
-    """Return the Trainer arguments of the levers of a line."""
+    """Return the Trainer arguments of the speed-ups of a line."""
     return {name: value for lever in levers for name, value in lever.arguments.items()}
 
 

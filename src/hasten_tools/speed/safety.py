@@ -1,4 +1,4 @@
-"""The six classes of levers, by what they may change. Code, messages and documentation take them from here."""
+"""The six classes of speed-ups, by what they may change. Code, messages and documentation take them from here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hasten.arguments import SPEEDS
 
 
 class Safety(StrEnum):
-    """What a lever may change in a training; the safest class first.
+    """What a speed-up may change in a training; the safest class first.
 
     The first three train the same model as from this seed or another: ``Trainer(speed="auto")`` may switch them on, and
     ``speed="exact"`` the first two. The others need consent: the name of the class as ``speed``.
@@ -67,7 +67,7 @@ class Safety(StrEnum):
 
     @property
     def keeps_batches(self) -> bool:
-        """Whether each step reads the same samples as without the lever, so that steps can be compared."""
+        """Whether each step reads the same samples as without the speed-up, so that steps can be compared."""
         return self in (Safety.SAME_BITS, Safety.ROUNDING, Safety.LOWER_PRECISION)
 
     @property

@@ -86,7 +86,7 @@ class TrialError(RuntimeError):
 
 
 class LateError(TrialError):
-    """Raised if the time was over before a trial answered."""
+    """Raised if time ran out before a trial answered."""
 
 
 @dataclasses.dataclass
@@ -271,7 +271,7 @@ class TrialProcess:
             if self._process.exit_code(0) is not None and not wait([source], 0):
                 raise self._error(self._how_it_died())
         if until < last:
-            raise LateError("the time was over before it was ready")
+            raise LateError("time ran out before it was ready")
         raise self._error(f"{late} within {self._timeout:.0f} s")
 
     def _how_it_died(self) -> str:
@@ -349,7 +349,7 @@ class _ForkServer:
         while self._unread:
             while not self._has_answer():
                 if time.monotonic() > until:
-                    raise LateError("the time was over before its imports were done")
+                    raise LateError("time ran out before its imports were done")
             self._unread -= 1
             self._works = self._receive(False)
         return self._works
@@ -359,7 +359,7 @@ class _ForkServer:
         self._send("start", str(path))
         pid = self._receive(None)
         if pid is None:
-            raise TrialError("the process that trials are forks of has died")
+            raise TrialError("the process that starts the trials has died")
         return _Process(pid, functools.partial(self._exit_code, pid))
 
     def _has_answer(self) -> bool:
@@ -425,7 +425,7 @@ def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, 
 
 
 class SpeedInterval(NamedTuple):
-    """The logarithm of a speed-up: the estimate, and the ends of its interval."""
+    """The logarithm of a gain in speed: the estimate, and the ends of its interval."""
 
     middle: float
     low: float
@@ -532,7 +532,7 @@ def _risk_beyond(t: float, freedom: int) -> float:
 class Comparison:
     """How fast a trial is, measured in turns with another."""
 
-    # The smallest speed-up that counts.
+    # The smallest gain that counts.
     worth: float = 1.0 + SMALLEST_GAIN
     # Fewer pairs of turns are not judged, unless the time is over; where turns differ much, so many as must agree if
     # the result is to be named.
@@ -628,7 +628,7 @@ def race(
 ) -> list[Comparison]:
     """Let trials take turns (A B C A B C ...), each challenger until it is certain how it compares with the base.
 
-    The interval of a speed-up holds over all looks at it: a factor of four shows in two turns, three percent in
+    The interval of a gain holds over all looks at it: a factor of four shows in two turns, three percent in
     forty. After ``until`` only the second turn is taken, and none that would end after ``deadline``; there are at least
     ``fewest`` if there is time (if ``wary``, more where turns differ much), and at most ``most``. A challenger that
     fails has the error in its comparison.

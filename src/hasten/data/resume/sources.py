@@ -183,9 +183,9 @@ class _DataLoaderSource(BatchSource):
             order = " and their order" if self._is_iterable else ""
             warn_once(
                 f"resume-num-workers-{saved}-{now}",
-                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: its other random "
+                f"an epoch begun with num_workers={saved} continues with num_workers={now}: its other random "
                 f"numbers{order} differ from those of an uninterrupted run.",
-                fix=f"Use num_workers={saved} to go on exactly.",
+                fix=f"Use num_workers={saved} to continue exactly.",
             )
         return bool(saved != now)
 
@@ -307,7 +307,7 @@ class WorkerSource(_DataLoaderSource):
                 "resume-in-order",
                 "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated or "
                 "missing after resuming within an epoch.",
-                fix="Use in_order=True to go on exactly.",
+                fix="Use in_order=True to continue exactly.",
             )
         base, birth = state["base"], state["birth"]
         self._expect_new_workers(base, state["workers"], birth)
@@ -385,7 +385,7 @@ class WorkerSource(_DataLoaderSource):
             raise LeaveRun(stop.agreed_signal)
         if before < _SAY_SECONDS <= self._idle_seconds:
             log.warning(
-                f"{self._place(number + 1)} has not come from the {self._count} worker processes for "
+                f"{self._place(number + 1)} has not arrived from the {self._count} worker processes for "
                 f"{self._idle_seconds:.0f} s, and the run waits for it. DataLoader(timeout=600) would end it."
             )
 

@@ -432,7 +432,7 @@ class Pipeline:
 
         def refuse(name: str, *args: Any, **kwargs: Any) -> None:
             raise self._refused(
-                f"a step calls {name}(), and only the processes of the last stage would come to it.",
+                f"a step calls {name}(), and only the processes of the last stage would reach it.",
                 "Call it in a hook, such as on_train_batch_end().",
             )
 

@@ -322,7 +322,7 @@ class MeshStrategy(ParallelStrategy):
             self._make_pipeline(schedule, split, micro_batches)
         elif split is not None or micro_batches is not None:
             raise MisconfigurationException(
-                f"{owner}(split or micro_batches): they are of a pipeline.", fix="Pass pipeline=2, or leave them out."
+                f"{owner}(split or micro_batches): they divide a pipeline.", fix="Pass pipeline=2, or leave them out."
             )
 
     def _make_pipeline(self, schedule: str, split: Sequence[str] | None, micro_batches: int | None) -> None:
@@ -417,8 +417,8 @@ class MeshStrategy(ParallelStrategy):
             )
         if self._shards_parameters and self.pipeline.schedule.in_two_parts:
             raise MisconfigurationException(
-                f"{self._owner}({self._sizes_text()}): this schedule computes the gradients of parameters apart, which "
-                "fully_shard does not.",
+                f"{self._owner}({self._sizes_text()}): this schedule computes gradients of parameters in a separate "
+                "pass, which fully_shard does not support.",
                 fix="Use schedule='1F1B' or 'Interleaved1F1B', or one process for each stage.",
                 argument="schedule",
             )
