@@ -196,7 +196,7 @@ def folder_of_logs(trainer: Trainer) -> str:
 def position(run: Run) -> watchdog.Position:
     """Return how far a run has come; called in another thread during the run."""
     progress, state = run.progress, run.state
-    text = str(state.fn)
+    text = state.fn.value if state.fn else ""
     if state.stage is not None and state.stage.value != text:
         text = f"{text}, {state.stage.value}"
     if state.fn == TrainerFn.FITTING and (progress.in_epoch or progress.total_batches):
