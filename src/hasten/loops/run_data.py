@@ -490,6 +490,7 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
         return None if device.type == "cpu" else run.observers.watch("batch_to_device", to_device)
 
     def transfer(batch: Any) -> Any:
+        run.logged.leave()  # The step before is over.
         if before is not None:
             batch = before(batch, loader_idx)
         batch = to_device(batch) if move is None else move(batch, device, loader_idx)

@@ -230,7 +230,7 @@ class TrainingEpochLoop(LoopView):
         trainer, hook = self._trainer, self._hook
         progress = trainer.progress
         # The counters of a run move between the step and on_train_batch_end.
-        ahead = trainer.training and hook in _IN_BATCH
+        ahead = trainer.training and hook in _IN_BATCH and progress.post_batch_done
         begun, after = ahead and hook != "on_train_batch_start", trainer.training and hook == "on_train_batch_end"
 
         def count(done: int) -> Processed:
