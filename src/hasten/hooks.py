@@ -187,6 +187,10 @@ class Hooks:
             found.append(_READ[LightningDataModule](type(self._datamodule)))
         return found
 
+    def set_up(self, callbacks: list[Callback], stage: str) -> None:
+        """Call ``setup`` of these callbacks alone."""
+        self._caller(_ROWS["setup"], callbacks, None, self._overridden(["setup"]))(stage)
+
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
         everyone = (*self._callbacks, self._module, self._datamodule)

@@ -140,15 +140,14 @@ def _set_up(run: Run, owners: list[LightningModule | LightningDataModule]) -> No
     if (runtime.local_rank if once_a_machine else runtime.global_rank) == 0:
         hooks.prepare_data()
     runtime.barrier("prepare_data")
-    trainer = module.trainer
-    callbacks = trainer.callbacks
+    callbacks = module.trainer.callbacks
     earlier = list(callbacks)
     hooks.setup(fn)
-    if len(callbacks) > len(earlier):
-        for added in callbacks:
-            # A callback that another one has added is set up as well.
-            if not any(added is callback for callback in earlier):
-                added.setup(trainer, module, fn)
+    while len(callbacks) > len(earlier):
+        # Callbacks that another one has added are set up as well.
+        added = [each for each in callbacks if not any(each is one for one in earlier)]
+        earlier = list(callbacks)
+        hooks.set_up(added, fn)
     with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
         if redefines(module, LightningModule, "configure_sharded_model"):
