@@ -83,7 +83,7 @@ def test_enumerations() -> None:
     kind = enums.GradClipAlgorithmType
     assert kind.NORM == "NORM"
     assert kind.NORM not in (kind.VALUE, 1)
-    assert {kind.NORM: str(kind.NORM)} == {"norm": "norm"}
+    assert {kind.NORM: str(kind.NORM)} == {"norm": "GradClipAlgorithmType.NORM"}
     assert kind.from_str("NORM") is kind.NORM
     for source in ("value", "any"):
         assert kind.from_str("value", source=source) is kind.VALUE
@@ -322,7 +322,8 @@ def test_devices_types_samplers_and_names() -> None:
         accelerators.remove("own")
     with refused(KeyError, says="'Own'"):
         strategies.get("Own")
-    assert strategies.get("ddp_spawn").start_method == "spawn"
+    assert type(strategies.get("ddp_spawn")).__name__ == "DDPStrategy"
+    assert strategies["ddp_spawn"]["init_params"] == {"start_method": "spawn"}
     assert strategies.get("Own", "default") == "default"
     assert {name: strategies[name]["strategy"].__name__ for name in ("fsdp", "deepspeed_stage_2", "xla")} == {
         "fsdp": "FSDPStrategy", "deepspeed_stage_2": "DeepSpeedStrategy", "xla": "XLAStrategy"

@@ -43,8 +43,8 @@ class Registry(dict[str, dict[str, Any]]):
 
         >>> "ddp" in StrategyRegistry, AcceleratorRegistry["cpu"]["description"]
         (True, 'CPUAccelerator')
-        >>> StrategyRegistry.get("ddp_spawn").start_method
-        'spawn'
+        >>> StrategyRegistry.get("ddp_spawn").name
+        'ddp_spawn'
 
     """
 
