@@ -108,13 +108,13 @@ def callbacks(arguments: Arguments) -> list[Callback]:
                 fix="Leave out one of them.",
                 argument=argument,
             )
+    if arguments.max_time is not None and not names_of(Timer):
+        callbacks.append(Timer(arguments.max_time))
     if arguments.enable_progress_bar and not bars:
         callbacks.append(TQDMProgressBar())
     if arguments.enable_model_summary and not names_of(ModelSummary):
         is_rich = any(kind.__name__ == "RichProgressBar" for bar in callbacks for kind in type(bar).__mro__)
         callbacks.append(RichModelSummary() if is_rich else ModelSummary())
-    if arguments.max_time is not None and not names_of(Timer):
-        callbacks.append(Timer(arguments.max_time))
     if arguments.enable_checkpointing and not checkpoints:
         callbacks.append(ModelCheckpoint())
     return last_ones_last(callbacks)
@@ -182,8 +182,8 @@ def weights_for(
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks, those that save checkpoints last: they save the states of all others."""
-    return sorted(callbacks, key=_saves)
+    """Return the callbacks: first those that search, last those that save the states of all others in checkpoints."""
+    return sorted(callbacks, key=lambda callback: _saves(callback) - hasattr(callback, "SUPPORTED_MODES"))
 
 
 def folder_of_logs(trainer: Trainer) -> str:
