@@ -145,10 +145,10 @@ class Hooks:
         self._datamodule = datamodule
         self._logged = logged
         # Hooks that a program has defined in its strategy.
-        strategy, self._of_strategy = getattr(trainer, "strategy", None), dict[str, Call]()
+        strategy, self._of_strategy = getattr(trainer, "strategy", None), dict[str, list[Call]]()
         if defined_by_program(strategy, *_FOR_STRATEGY):
             own = [name for name in _FOR_STRATEGY if defined_by_program(strategy, name)]
-            self._of_strategy = {name: getattr(strategy, name) for name in own}
+            self._of_strategy = {name: [getattr(strategy, name)] for name in own}
         # Wraps each listener, for profilers; set before ``find``.
         self.watch: Callable[[str, Call], Call] | None = None
         self.find()
@@ -229,10 +229,10 @@ class Hooks:
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
-        if module is not None and name in self._of_strategy:
-            # Before the others where their result counts.
-            at = 0 if name == "on_train_batch_start" else len(listeners)
-            listeners.insert(at, self._watched(f"[Strategy].{name}", self._of_strategy[name]))
+        if module is not None:
+            # First: the result of the last one counts.
+            own = self._of_strategy.get(name, [])
+            listeners[:0] = map(functools.partial(self._watched, f"[Strategy].{name}"), own)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing

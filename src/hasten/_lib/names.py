@@ -306,12 +306,11 @@ class LightningEnum(StrEnum):
     __str__, __format__ = Enum.__str__, Enum.__format__
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Enum):
+        if isinstance(other, Enum) and not isinstance(other, str):
             other = other.value
         return isinstance(other, str) and self.lower() == other.lower()
 
-    def __hash__(self) -> int:
-        return hash(self.lower())
+    __hash__ = str.__hash__
 
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> Self:

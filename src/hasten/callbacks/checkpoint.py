@@ -364,7 +364,7 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer, ranked=not waits, at_once=replaced)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+        if not trainer.sanity_checking and trainer.state.fn is TrainerFn.FITTING:
             self._source.update_in_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -443,7 +443,7 @@ class ModelCheckpoint(Checkpoint):
         return self._source.is_new_after_epoch(trainer) if chosen is None else chosen
 
     def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
-        return bool(trainer.fast_dev_run) or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
+        return bool(trainer.fast_dev_run) or trainer.state.fn is not TrainerFn.FITTING or trainer.sanity_checking
 
     def _keeps_stopped_run(self, trainer: Trainer) -> bool:
         others = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
@@ -855,7 +855,7 @@ class OnExceptionCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Save the run, if it is a fit whose training was set up."""
         self._failed = True
-        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or trainer.sanity_checking:
+        if trainer.state.fn is not TrainerFn.FITTING or trainer.fast_dev_run or trainer.sanity_checking:
             return
         if not trainer.optimizers:
             return  # not set up yet: there is nothing to resume
@@ -887,7 +887,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Remove the file of an earlier failure once a fit has succeeded."""
-        if self._failed or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
+        if self._failed or trainer.state.fn is not TrainerFn.FITTING or trainer.fast_dev_run:
             return
         trainer.strategy.barrier("on_exception_checkpoint")
         if trainer.is_global_zero:

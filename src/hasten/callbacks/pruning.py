@@ -294,7 +294,7 @@ class ModelPruning(Callback):
             self._run_pruning(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn is not TrainerFn.FITTING:
             return
         # Tensors made in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():

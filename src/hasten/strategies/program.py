@@ -274,14 +274,14 @@ class ProgramMethods:
 
 _OF_BACKWARD = ("pre_backward", "backward", "post_backward")
 _OF_PRECISION = (*_OF_BACKWARD, "optimizer_step", "clip_gradients")
-_OF_STRATEGY = (*_OF_BACKWARD, "optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
+_OF_STRATEGY = ("optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
 
 
 def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:
     """Return which methods of a step a program has overridden; equal results need the same engine."""
     of_precision = [defined_by_program(precision, name) for name in _OF_PRECISION]
     of_strategy = [defined_by_program(strategy, name) for name in _OF_STRATEGY]
-    return (*of_precision, *of_strategy)
+    return (*of_precision, *of_strategy, defined_by_program(strategy, *_OF_BACKWARD))
 
 
 def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision) -> StepEngine:

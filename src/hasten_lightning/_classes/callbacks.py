@@ -27,9 +27,11 @@ class ModelCheckpoint(checkpoint.ModelCheckpoint, metaclass=Facade):
 class SpikeDetection(spike.SpikeDetection, metaclass=Facade):
     """Spike detection for ``Fabric(callbacks=...)``, with ``fabric.call("on_train_batch_end", ...)`` for each batch."""
 
-    def on_train_batch_end(self, fabric: Fabric, loss: Tensor, batch: object, batch_idx: int) -> None:  # type: ignore[override]
+    def _after_batch(self, fabric: Fabric, loss: Tensor, batch: object, batch_idx: int) -> None:
         """Raise ``TrainingSpikeException`` if the loss jumped, on all processes."""
         self._follow(fabric, fabric._runtime, loss.detach().mean(), 1.0, batch_idx, keep=0)
+
+    on_train_batch_end: Any = _after_batch
 
 
 class CometLogger(comet.CometLogger, metaclass=Facade):
