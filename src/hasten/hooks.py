@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.names import defined_by_program
 from hasten._lib.observers import follow
 from hasten.elsewhere import conventions
 from hasten.extend.origin import FOLDERS
@@ -58,6 +59,11 @@ _NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
 _MODULE_FIRST = frozenset({"on_load_checkpoint"})
 # Hooks to which Lightning passes the argument by name.
 _BY_NAME = frozenset({"setup", "teardown"})
+# Hooks that strategies of programs may define.
+_FOR_STRATEGY = (
+    "on_train_start", "on_train_batch_start", "on_train_end", "on_validation_start", "on_validation_end",
+    "on_test_start", "on_test_end", "on_predict_start", "on_predict_end",
+)  # fmt: skip
 # Hooks whose default is not called, not even through a wrapper.
 _ONLY_REDEFINED = frozenset({"prepare_data", "configure_model"})
 
@@ -138,6 +144,11 @@ class Hooks:
         self._callbacks = callbacks
         self._datamodule = datamodule
         self._logged = logged
+        # Hooks that a program has defined in its strategy.
+        strategy, self._of_strategy = getattr(trainer, "strategy", None), dict[str, list[Call]]()
+        if defined_by_program(strategy, *_FOR_STRATEGY):
+            own = [name for name in _FOR_STRATEGY if defined_by_program(strategy, name)]
+            self._of_strategy = {name: [getattr(strategy, name)] for name in own}
         # Wraps each listener, for profilers; set before ``find``.
         self.watch: Callable[[str, Call], Call] | None = None
         self.find()
@@ -152,7 +163,7 @@ class Hooks:
         """Find the overrides of these hooks again."""
         everyone = list(self._callbacks)
         found = self._overridden([row.name for row in rows])
-        names = set().union(*found.values())
+        names = set(self._of_strategy).union(*found.values())
         for row in rows:
             if row.name not in names:
                 setattr(self, row.name, nothing)
@@ -187,6 +198,10 @@ class Hooks:
             found.append(_READ[LightningDataModule](type(self._datamodule)))
         return found
 
+    def set_up(self, callbacks: list[Callback], stage: str) -> None:
+        """Call ``setup`` of these callbacks alone."""
+        self._caller(_ROWS["setup"], callbacks, None, self._overridden(["setup"]))(stage)
+
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
         everyone = (*self._callbacks, self._module, self._datamodule)
@@ -214,6 +229,10 @@ class Hooks:
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
+        if module is not None:
+            # First: the result of the last one counts.
+            own = self._of_strategy.get(name, [])
+            listeners[:0] = map(functools.partial(self._watched, f"[Strategy].{name}"), own)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing

@@ -383,7 +383,6 @@ class Runtime:
 
     def teardown(self) -> None:
         """Release what the run holds; the process group stays until the program ends."""
-        self.checkpoint_io.teardown()
         self.strategy.teardown()
         self.precision.teardown()
         self.accelerator.teardown()

@@ -62,6 +62,8 @@ def _new_name(module: str, name: str) -> str | None:
     home, there = found
     if home == "hasten_lightning.cli":
         home = "hasten.cli"  # Not imported: jsonargparse may not be installed.
+    if there == "StrategyRegistry":
+        home = "hasten.utilities.enums"
     if home == "hasten" or (home in _PACKAGES and there == name):
         return f"{home}.{there}"
     value = getattr(importlib.import_module(home), there)

@@ -61,14 +61,14 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     @property
     def max_epochs(self) -> int | None:  # type: ignore[override]
         """Epochs to train; None before the first fit if the program gives no number, as in Lightning."""
-        settled = self.state.fn == TrainerFn.FITTING or self._progress.global_step or self._progress.epochs_done
+        settled = self.state.fn is TrainerFn.FITTING or self._progress.global_step or self._progress.epochs_done
         unlimited = self._arguments.max_epochs_assumed or self._arguments.max_epochs == -1
         return None if unlimited and not settled and self._given["max_epochs"] is None else self._arguments.max_epochs
 
     @property
     def _results(self) -> Results | None:
         """The values of the running stage, and how they are named; None outside of a call, as in Lightning."""
-        return Results(self._logged) if self.state.status == TrainerStatus.RUNNING else None
+        return Results(self._logged) if self.state.status is TrainerStatus.RUNNING else None
 
     @property
     def _active_loop(self) -> Any:

@@ -21,7 +21,7 @@ from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
 from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from tests.callbacks.scripted import Scripted, names, run
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, Manual, loader, quiet
 from tests.refusals import refused, warned
 
 
@@ -450,3 +450,36 @@ def test_a_resumed_run_goes_on_with_the_files_of_the_run_before(tmp_path: Path) 
 def test_how_long_files_are_kept_is_checked(options: dict[str, Any], argument: str, fix: str) -> None:
     with refused((ValueError, TypeError), argument, fix=fix):
         ModelCheckpoint(**{"save_top_k": -1, **options})
+
+
+class KeepsWeights(Manual):
+    """Keeps the weights before each step, as the documentation of ``every_n_train_steps`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.layers
+        self.saved_models: dict[int, dict[str, Any]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.saved_models[batch_idx] = {name: value.clone() for name, value in self.layer.state_dict().items()}
+        super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [KeepsWeights, Manual])
+def test_files_of_manual_optimization_have_the_weights_that_the_program_kept(tmp_path: Path, kind: Any) -> None:
+    after: dict[int, Any] = {}
+
+    def keep(trainer: L.Trainer, module: Any, *_: Any) -> None:
+        after[trainer.global_step] = {name: value.clone() for name, value in module.layers.state_dict().items()}
+
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
+    model = kind()
+    quiet(callbacks=[L.callbacks.LambdaCallback(on_train_batch_end=keep), saves], enable_checkpointing=True).fit(
+        model, loader(16)
+    )
+    for step in (2, 4):
+        stored = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        expected = model.saved_models[step - 1] if kind is KeepsWeights else after[step]
+        assert all(torch.equal(stored[f"layers.{name}"], value) for name, value in expected.items())
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys() == stored.keys()
+    assert all(torch.equal(value, after[4][name]) for name, value in model.layers.state_dict().items())

@@ -248,3 +248,8 @@ def test_parameters_that_are_not_there_are_refused() -> None:
 
     with refused(ValueError, says=("['weight'", "'bias'")):
         quiet(callbacks=[Nothing("l1_unstructured")]).fit(model, loader(4))
+
+
+def test_none_prunes_all_parameters() -> None:
+    given, none = (weights(fitted(make, pruning(**options))) for options in ({}, {"parameters_to_prune": None}))
+    assert_same(given, none)

@@ -521,3 +521,20 @@ def test_a_folder_that_becomes_a_file_is_named_with_what_to_move(tmp_path: Path,
     kinds = (FileExistsError, NotADirectoryError)
     with refused(kinds, says=(f"{folder} cannot be a folder", f"Move {folder} away")):
         fit(ModelCheckpoint(folder, "{step}"), at_step(6, replace), max_epochs=3)
+
+
+def test_the_end_of_a_strategy_waits_for_files(tmp_path: Path) -> None:
+    written = threading.Event()
+
+    class Waits(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            written.wait()
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    plugin = AsyncCheckpointIO(Waits())
+    strategy = quiet(plugins=plugin).strategy
+    plugin.save_checkpoint({"weight": torch.ones(2)}, tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    threading.Timer(0.05, written.set).start()
+    strategy.teardown()
+    assert (tmp_path / "a.ckpt").exists()

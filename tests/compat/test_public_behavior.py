@@ -477,4 +477,17 @@ def test_hooks_get_the_call_as_an_object_that_is_its_name() -> None:
     run.validate(Model(), verbose=False)
     assert all(isinstance(stage, TrainerFn) for stage in seen)
     assert seen == ["fit"] * 3 + ["validate"] * 3
-    assert f"{seen[0]}.csv" == "fit.csv"
+    assert (f"{seen[0]}", seen[0].value) == ("TrainerFn.FITTING", "fit")
+
+
+def test_fabric_detects_spikes(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
+
+    detection = SpikeDetection(exclude_batches_path=tmp_path)
+    fabric = L.Fabric(accelerator="cpu", callbacks=detection)
+    with refused(TrainingSpikeException, says="batch 3"):
+        for batch_idx, loss in enumerate((1.0, 1.1, 0.9, 30.0)):
+            fabric.call("on_train_batch_end", fabric, torch.tensor(loss), None, batch_idx)
+    assert detection.bad_batches == [2, 3]
+    assert (tmp_path / "skip_batches.json").read_text().split() == ["[", "2,", "3", "]"]

@@ -110,6 +110,7 @@ def test_structure_is_kept() -> None:
 
 def test_lists_of_batches_and_limits() -> None:
     assert CombinedLoader([[1, 2, 3], range(2)], "max_size").flattened == [[[1, 2, 3], range(2)]]
+    assert CombinedLoader([DataLoader([1, 2, 3]), [7, 8]], "sequential").flattened[1] == [7, 8]
     assert [batch for batch, _, _ in CombinedLoader({"a": [1, 2], "b": [3, 4]})] == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
     combined = CombinedLoader([range(5), range(5)], "sequential")
     combined.limits = [1, 2]

@@ -74,6 +74,9 @@ def test_every_argument_or_those_named() -> None:
     assert dict(Not(ignore=["lr", "ignore"]).hparams) == {"width": 4, "name": "n"}
     assert dict(Not(ignore=("width", "ignore")).hparams) == {"lr": 0.1, "name": "n"}
     assert dict(Base().hparams) == {}
+    nothing = Base()
+    nothing.save_hyperparameters(None)
+    assert dict(nothing.hparams) == {}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,7 @@ def test_hparams_are_read_by_attribute_and_can_be_changed() -> None:
         _ = model.hparams.lr
     with refused(AttributeError, says="'lr'"):
         del model.hparams.lr
-    assert repr(model.hparams) == '"name": \'n\'\n"width": 5'
+    assert repr(model.hparams) == '"name":  n\n"width": 5'
     assert isinstance(copy.deepcopy(model.hparams), AttributeDict)
 
 

@@ -314,3 +314,22 @@ def test_which_profiler_is_used() -> None:
         XLAProfiler()
     with refused(ValueError, "barebones"):
         L.Trainer(barebones=True, accelerator="cpu", profiler="simple")
+
+
+class Adds(L.Callback):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        trainer.callbacks.append(Added())
+
+
+class Added(L.Callback):
+    def setup(self, *_: Any, **__: Any) -> None:
+        pass
+
+    on_train_start = setup
+
+
+def test_a_callback_that_another_one_adds_is_profiled() -> None:
+    trainer = quiet(profiler="simple", callbacks=Adds())
+    trainer.fit(Classifier(), loader(4))
+    expected = {"[Callback]Adds.setup": 1, "[Callback]Added.setup": 1, "[Callback]Added.on_train_start": 1}
+    assert expected.items() <= durations(trainer).items()

@@ -83,6 +83,22 @@ def trained(**options: Any) -> Classifier:
     return model
 
 
+def test_hooks_of_a_strategy_are_called() -> None:
+    hooks = (
+        "on_train_start",
+        "on_train_batch_start",
+        "pre_backward",
+        "post_backward",
+        "on_validation_start",
+        "on_train_end",
+    )
+    calls: list[str] = []
+    noting = {name: lambda self, *_, name=name: calls.append(name) for name in hooks}
+    assert same_weights(trained(strategy=type("Own", (SingleDeviceStrategy,), noting)()), trained())
+    batch = ["on_train_batch_start", "pre_backward", "post_backward"]
+    assert calls == ["on_train_start", *batch, *batch, "on_validation_start", "on_train_end"]
+
+
 def test_overridden_methods_are_called_and_change_nothing(tmp_path: Path) -> None:
     expected = trained()
     strategy, precision = Notes(), NotesPrecision()

@@ -210,3 +210,32 @@ def test_a_loop_of_a_program_saves_its_parts() -> None:
         SchedulerCounts().increment_started()
     with refused(ValueError, "total"):
         BatchCounts(total=ReadyCompleted())
+
+
+def test_a_batch_that_is_moved_has_not_begun() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    class Moves(Classifier):
+        def note(self, name: str) -> None:
+            seen.append((name, self.trainer.fit_loop.batch_idx, self.trainer.fit_loop.total_batch_idx))
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            self.note("move")
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.note("start")
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.note("schedule")
+            super().lr_scheduler_step(scheduler, metric)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    quiet(max_epochs=2).fit(Moves(), loader(8))
+    assert seen == [
+        ("move", -1, -1), ("start", 0, 0), ("move", 0, 0), ("start", 1, 1), ("schedule", 1, 1),
+        ("move", -1, 1), ("start", 0, 2), ("move", 0, 2), ("start", 1, 3), ("schedule", 1, 3),
+    ]  # fmt: skip

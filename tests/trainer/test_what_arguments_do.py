@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hasten as L
-from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from hasten.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelCheckpoint, Timer
 from hasten.checkpoint.files import TorchCheckpointIO
 from hasten.loggers import CSVLogger
 from hasten.plugins import LayerSync, TorchSyncBatchNorm
@@ -281,6 +281,9 @@ def test_callbacks_by_kind() -> None:
     assert trainer.checkpoint_callbacks == saves
     assert trainer.checkpoint_callback is saves[0]
     assert trainer.callbacks == [*stops, *saves]
+    assert type(quiet(callbacks=[*stops, LearningRateFinder()]).callbacks[0]) is LearningRateFinder
+    drawn = quiet(enable_progress_bar=True, max_time="1h").callbacks
+    assert [type(each).__name__ for each in drawn] == ["Timer", "TQDMProgressBar"]
     trainer.callbacks = stops
     assert trainer.checkpoint_callbacks == []
     assert trainer.checkpoint_callback is None

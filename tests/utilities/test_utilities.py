@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import sys
@@ -20,7 +21,10 @@ import hasten
 import hasten.utilities as utilities
 from hasten import Trainer, accelerators
 from hasten.accelerators import CPUAccelerator
+from hasten.callbacks.prediction_writer import WriteInterval
+from hasten.callbacks.timer import Interval
 from hasten.demos import BoringDataModule, BoringModel
+from hasten.loops.progress import RunningStage, TrainerFn, TrainerStatus
 from hasten.strategies import SingleDeviceStrategy
 from hasten.utilities import data, enums, memory, model_helpers, parsing, rank_zero, saving
 from hasten.utilities.data import DistributedSamplerWrapper, UnrepeatedDistributedSampler
@@ -79,7 +83,7 @@ def test_enumerations() -> None:
     kind = enums.GradClipAlgorithmType
     assert kind.NORM == "NORM"
     assert kind.NORM not in (kind.VALUE, 1)
-    assert {kind.NORM: str(kind.NORM)} == {"norm": "norm"}
+    assert {kind.NORM: str(kind.NORM)} == {"norm": "GradClipAlgorithmType.NORM"}
     assert kind.from_str("NORM") is kind.NORM
     for source in ("value", "any"):
         assert kind.from_str("value", source=source) is kind.VALUE
@@ -318,6 +322,15 @@ def test_devices_types_samplers_and_names() -> None:
         accelerators.remove("own")
     with refused(KeyError, says="'Own'"):
         strategies.get("Own")
+    assert type(strategies.get("ddp_spawn")).__name__ == "DDPStrategy"
+    assert strategies["ddp_spawn"]["init_params"] == {"start_method": "spawn"}
+    assert strategies.get("Own", "default") == "default"
+    assert {name: strategies[name]["strategy"].__name__ for name in ("fsdp", "deepspeed_stage_2", "xla")} == {
+        "fsdp": "FSDPStrategy", "deepspeed_stage_2": "DeepSpeedStrategy", "xla": "XLAStrategy"
+    }  # fmt: skip
+    assert strategies["deepspeed_stage_2"]["init_params"] == {"stage": 2}
+    assert type(accelerators.get("cpu")) is CPUAccelerator
+    assert accelerators.available_accelerators() == {"cpu", "cuda", "mps", "tpu"}
     with refused(ValueError, "strategy"):
         Trainer(strategy="own", logger=False)
     types = importlib.import_module("hasten.utilities.types")
@@ -344,3 +357,15 @@ def test_usable_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         find(2)
     with refused(ValueError, says=("3 CUDA", "CUDA")):
         find(4)
+
+
+def test_named_strings_show_their_class_and_compare_in_any_case() -> None:
+    for kind in (Interval, WriteInterval, TrainerFn, RunningStage, TrainerStatus, enums.GradClipAlgorithmType):
+        assert issubclass(kind, enums.LightningEnum)
+        for member in kind:
+            assert f"{member}" == str(member) == f"{kind.__name__}.{member.name}"
+            assert member == member.value.upper()
+            assert member.value in list(kind)
+            assert {member: 1}[member.value] == 1  # type: ignore[index]
+            assert kind.from_str(member.name) is kind(member.value) is member
+            assert json.dumps(member) == f'"{member.value}"'

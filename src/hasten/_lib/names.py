@@ -7,7 +7,8 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import ParamSpec
+from enum import Enum, StrEnum
+from typing import ParamSpec, Self
 
 from hasten._lib.errors import make_error
 from hasten.extend.origin import ROOTS
@@ -286,3 +287,40 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         if instead.startswith("="):
             instead = f"Write {{owner}}({instead[1:]}={{value!r}})."
         raise make_error(TypeError, wrong, fix=instead.format(owner=owner, value=value), argument=name)
+
+
+class LightningEnum(StrEnum):
+    """Named strings, compared without regard to case; ``str`` gives the name of a member.
+
+    Example::
+
+        >>> class Color(LightningEnum):
+        ...     RED = "red"
+        >>> str(Color.RED), Color.RED.value, Color.RED == "Red"
+        ('Color.RED', 'red', True)
+        >>> Color.from_str("RED")
+        <Color.RED: 'red'>
+
+    """
+
+    __str__, __format__ = Enum.__str__, Enum.__format__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Enum) and not isinstance(other, str):
+            other = other.value
+        return isinstance(other, str) and self.lower() == other.lower()
+
+    __hash__ = str.__hash__
+
+    @classmethod
+    def from_str(cls, value: str, source: str = "key") -> Self:
+        """Return the member with this name (``source="key"``), this value ("value"), or either ("any")."""
+        wanted = value.replace("-", "_").lower()
+        for member in cls:
+            texts = {"key": [member.name], "value": [member.value]}.get(source, [member.name, member.value])
+            if wanted in [text.replace("-", "_").lower() for text in texts]:
+                return member
+        listed = f"use one of {', '.join(repr(m.value) for m in cls)}."
+        shown = f"{value!r} is not a {cls.__name__}"
+        what, fix = unknown_word(shown, str(value), [str(m.value) for m in cls], listed)
+        raise make_error(ValueError, what, fix=fix)

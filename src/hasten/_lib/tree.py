@@ -426,7 +426,9 @@ class AttributeDict(dict[str, Any]):
             raise AttributeError(f"no hyper-parameter {key!r}") from None
 
     def __repr__(self) -> str:
-        return "\n".join(f'"{key}": {self[key]!r}' for key in sorted(self, key=str))
+        names = {key: f'"{key}":' for key in sorted(self, key=str)}
+        width = max(map(len, names.values()), default=0)
+        return "\n".join(f"{name:{width}} {self[key]}" for key, name in names.items())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -128,7 +128,9 @@ class ModelCheckpoint(Checkpoint):
         save_weights_only: leave out what only training needs; such a file cannot resume a run.
         mode: "min" when lower is better, "max" when higher is.
         auto_insert_metric_name: write ``name=value`` in file names, not the value alone.
-        every_n_train_steps: save after this many optimizer steps.
+        every_n_train_steps: save after this many optimizer steps. In manual optimization, a file has the weights before
+            the step for the layer ``self.layer`` if ``training_step`` keeps them:
+            ``self.saved_models[batch_idx] = {name: value.clone() for name, value in self.layer.state_dict().items()}``.
         train_time_interval: save after this much time.
         every_n_epochs: save after this many epochs; 1 unless another argument sets the interval.
         save_on_train_epoch_end: save when a training epoch ends (True) or when a validation ends (False); by
@@ -358,10 +360,11 @@ class ModelCheckpoint(Checkpoint):
         if self.save_top_k == -1 and source is not None:
             waits = False
         self._deferred = self._deferred or waits
-        self._save(trainer, ranked=not waits)
+        with _weights_before_step(pl_module) as replaced:
+            self._save(trainer, ranked=not waits, at_once=replaced)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+        if not trainer.sanity_checking and trainer.state.fn is TrainerFn.FITTING:
             self._source.update_in_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -440,7 +443,7 @@ class ModelCheckpoint(Checkpoint):
         return self._source.is_new_after_epoch(trainer) if chosen is None else chosen
 
     def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
-        return bool(trainer.fast_dev_run) or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
+        return bool(trainer.fast_dev_run) or trainer.state.fn is not TrainerFn.FITTING or trainer.sanity_checking
 
     def _keeps_stopped_run(self, trainer: Trainer) -> bool:
         others = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
@@ -852,7 +855,7 @@ class OnExceptionCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Save the run, if it is a fit whose training was set up."""
         self._failed = True
-        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or trainer.sanity_checking:
+        if trainer.state.fn is not TrainerFn.FITTING or trainer.fast_dev_run or trainer.sanity_checking:
             return
         if not trainer.optimizers:
             return  # not set up yet: there is nothing to resume
@@ -884,7 +887,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Remove the file of an earlier failure once a fit has succeeded."""
-        if self._failed or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
+        if self._failed or trainer.state.fn is not TrainerFn.FITTING or trainer.fast_dev_run:
             return
         trainer.strategy.barrier("on_exception_checkpoint")
         if trainer.is_global_zero:
@@ -896,6 +899,26 @@ def _position(trainer: Trainer) -> list[int]:
 
 
 # -- arguments
+
+
+@contextmanager
+def _weights_before_step(module: LightningModule) -> Iterator[bool]:
+    """Give ``module.layer`` the newest weights in ``module.saved_models``, if it has both, during a save."""
+    kept, layer = getattr(module, "saved_models", None), getattr(module, "layer", None)
+    if module.automatic_optimization or not (isinstance(kept, dict) and kept and isinstance(layer, torch.nn.Module)):
+        if not module.automatic_optimization and conventions.current().warns_of_settings:
+            rank_zero_warn(
+                "ModelCheckpoint(every_n_train_steps=...): files of manual optimization have weights after steps.",
+                fix="For those before it, keep self.layer.state_dict() in self.saved_models[batch_idx].",
+            )
+        yield False
+        return
+    now = {name: value.detach().clone() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(kept[max(kept)])
+    try:
+        yield True
+    finally:
+        layer.load_state_dict(now)
 
 
 def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:

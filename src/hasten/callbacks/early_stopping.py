@@ -207,7 +207,7 @@ class EarlyStopping(Callback):
 
     @staticmethod
     def _in_fit(trainer: Trainer) -> bool:
-        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
+        return trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         if trainer.runtime.several_processes:

@@ -79,6 +79,7 @@ class BatchSizeFinder(_SearchCallback):
 
     """
 
+    SUPPORTED_MODES = ("power", "binsearch")
     _key = "batch_size"
 
     def __init__(
@@ -176,6 +177,7 @@ class LearningRateFinder(_SearchCallback):
 
     """
 
+    SUPPORTED_MODES = ("linear", "exponential")
     _key = "lr"
 
     def __init__(

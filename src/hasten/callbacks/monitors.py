@@ -269,7 +269,7 @@ class DeviceStatsMonitor(Callback):
         every = trainer.log_every_n_steps
         if every and (batch_idx + 1) % every == 0:
             stage, progress = "test" if trainer.testing else "validation", trainer.progress
-            fitting = trainer.state.fn == TrainerFn.FITTING
+            fitting = trainer.state.fn is TrainerFn.FITTING
             step = progress.validated_step if fitting else progress.logged_step
             self._log(trainer, f"on_{stage}_batch_{edge}", step)
 
@@ -379,7 +379,7 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         measured = self._stage(trainer)
         if measured is not None:
-            if trainer.state.fn == TrainerFn.FITTING or not measured.batches:
+            if trainer.state.fn is TrainerFn.FITTING or not measured.batches:
                 measured.reset()
             measured.begin()
 
@@ -425,7 +425,7 @@ class ThroughputMonitor(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue to measure training, without the time of validation."""
-        if trainer.state.fn == TrainerFn.FITTING and RunningStage.TRAINING in self._stages:
+        if trainer.state.fn is TrainerFn.FITTING and RunningStage.TRAINING in self._stages:
             self._stages[RunningStage.TRAINING].begin()
 
     # -- internal functions

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import LightningEnum
 from hasten._lib.rank_zero import warn_once
 from hasten.hooks import overrides
 from hasten.module.callback import Callback
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hasten.types import Batch, StepOutput
 
 
-class WriteInterval(StrEnum):
+class WriteInterval(LightningEnum):
     """When predictions are written."""
 
     BATCH = "batch"

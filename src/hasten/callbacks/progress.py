@@ -432,7 +432,7 @@ class DrawnProgressBar(ProgressBar):
 
     def _show_train_state(self, trainer: Trainer, pl_module: LightningModule, *, ended: bool = False) -> None:
         bar = self._bars.get("train")
-        if bar is not None and not bar.disable and trainer.state.fn == TrainerFn.FITTING:
+        if bar is not None and not bar.disable and trainer.state.fn is TrainerFn.FITTING:
             bar.n = max(self._train_batches[0], bar.n)
             self._describe(bar, self.get_metrics(trainer, pl_module), ended=ended)
             self._refresh(bar, bar.n)
@@ -579,10 +579,10 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def init_validation_tqdm(self) -> tqdm[Any]:
         """Return the bar of validation: within the line of training, below another bar of training, or alone."""
-        line, fits = self._bars.get("train"), self.trainer.state.fn == TrainerFn.FITTING
+        line, fits = self._bars.get("train"), self.trainer.state.fn is TrainerFn.FITTING
         if fits and line is not None and hasattr(line, "line_state"):
             return ValidationBar(line, self.validation_description.lower())  # type: ignore[return-value]
-        inside = self.trainer.state.fn != TrainerFn.VALIDATING
+        inside = self.trainer.state.fn is not TrainerFn.VALIDATING
         return self._make(self.validation_description, leave=not inside, position=int(inside))
 
     def init_test_tqdm(self) -> tqdm[Any]:

@@ -81,7 +81,7 @@ class ModelPruning(Callback):
     def __init__(
         self,
         pruning_fn: Callable[..., Any] | str,
-        parameters_to_prune: Parameters = (),
+        parameters_to_prune: Parameters | None = (),
         parameter_names: list[str] | None = None,
         use_global_unstructured: bool = True,
         amount: Amount = 0.5,
@@ -106,6 +106,7 @@ class ModelPruning(Callback):
         for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
             check.whole(owner, name, number, allow_none=True, error=error)
         allowed, kinds = "a list of (module, name)", (Iterable, nn.Module)
+        parameters_to_prune = () if parameters_to_prune is None else parameters_to_prune
         check.instance(owner, "parameters_to_prune", parameters_to_prune, kinds, allowed, error=error)
         for name in parameter_names or ():
             check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
@@ -293,7 +294,7 @@ class ModelPruning(Callback):
             self._run_pruning(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn is not TrainerFn.FITTING:
             return
         # Tensors made in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():

@@ -19,7 +19,9 @@ from hasten._lib.tree import Arrival, send_to_host
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
+    from hasten.fabric import Fabric
     from hasten.module import LightningModule
+    from hasten.runtime import Runtime
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
@@ -114,13 +116,8 @@ class SpikeDetection(Callback):
             loss, has_loss = torch.zeros((), device=trainer.strategy.root_device), 0.0
         else:
             loss, has_loss = _undivided(_loss_of(outputs), outputs, trainer, batch_idx), 1.0
-        values: list[Any] = [loss, has_loss]
-        if trainer.runtime.several_processes:
-            pair = torch.stack([loss.float(), torch.full_like(loss, has_loss, dtype=torch.float32)])
-            values = list(trainer.strategy.all_gather(pair).flatten())
-        self._pending.append((batch_idx, send_to_host(values)))
         # Checked a fixed number of batches later, not when it has arrived: all processes must end at the same batch.
-        self._check(trainer, keep=self.lag if loss.is_cuda else 0)
+        self._follow(trainer, trainer.runtime, loss, has_loss, batch_idx, keep=self.lag if loss.is_cuda else 0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check(trainer, keep=0)
@@ -143,7 +140,18 @@ class SpikeDetection(Callback):
 
     # -- internal functions
 
-    def _check(self, trainer: Trainer, *, keep: int) -> None:
+    def _follow(
+        self, owner: Trainer | Fabric, runtime: Runtime, loss: Tensor, has_loss: float, batch_idx: int, *, keep: int
+    ) -> None:
+        """Start reading the loss of a batch, and check those that were read ``keep`` batches before."""
+        values: list[Any] = [loss, has_loss]
+        if runtime.several_processes:
+            pair = torch.stack([loss.float(), torch.full_like(loss, has_loss, dtype=torch.float32)])
+            values = list(owner.strategy.all_gather(pair).flatten())
+        self._pending.append((batch_idx, send_to_host(values)))
+        self._check(owner, keep=keep)
+
+    def _check(self, trainer: Trainer | Fabric, *, keep: int) -> None:
         while len(self._pending) > keep:
             batch_idx, arrival = self._pending.popleft()
             values = arrival.values()
@@ -175,10 +183,10 @@ class SpikeDetection(Callback):
         distance = abs(loss - mean)
         return (self.atol is None or distance >= self.atol) and (self.rtol is None or distance >= abs(self.rtol * mean))
 
-    def _handle_spike(self, trainer: Trainer, batch_idx: int) -> None:
+    def _handle_spike(self, trainer: Trainer | Fabric, batch_idx: int) -> None:
         new = [index for index in (batch_idx - 1, batch_idx) if index >= 0 and index not in self.bad_batches]
         self.bad_batches += new
-        path = Path(self.exclude_batches_path or trainer.default_root_dir)
+        path = Path(self.exclude_batches_path or getattr(trainer, "default_root_dir", ""))
         if path.suffix != ".json":
             path = path / FILE_NAME
         if trainer.is_global_zero:
@@ -186,8 +194,8 @@ class SpikeDetection(Callback):
             path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
         raise TrainingSpikeException(
             batch_idx,
-            f"The loss jumped in batch {batch_idx} of epoch {trainer.current_epoch + 1}. Resume from an earlier "
-            f"checkpoint without the batches {self.bad_batches}, which are listed in {path}.",
+            f"The loss jumped in batch {batch_idx} of epoch {getattr(trainer, 'current_epoch', 0) + 1}. Resume from an "
+            f"earlier checkpoint without the batches {self.bad_batches}, which are listed in {path}.",
         )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from datetime import timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib import check
 from hasten._lib.durations import parse_duration
 from hasten._lib.errors import MisconfigurationException, parts_of
+from hasten._lib.names import LightningEnum
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BROADCAST_SECONDS = 1.0
 
 
-class Interval(StrEnum):
+class Interval(LightningEnum):
     """When a Timer checks the clock."""
 
     step = "step"
@@ -71,7 +71,7 @@ class Timer(Callback):
             except ValueError as unreadable:
                 what, fix, _ = parts_of(unreadable)
                 raise MisconfigurationException(what, fix=fix, argument="duration") from None
-        check.one_of("Timer", "interval", interval, list(map(str, Interval)), error=MisconfigurationException)
+        check.one_of("Timer", "interval", interval, [one.value for one in Interval], error=MisconfigurationException)
         self._interval = Interval(interval)
         self._verbose = verbose
         self._start_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)

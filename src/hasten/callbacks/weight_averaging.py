@@ -180,7 +180,7 @@ class WeightAveraging(Callback):
             self._latest_update_epoch = epoch
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn is TrainerFn.FITTING:
             self._swap_models(trainer, pl_module)
 
     on_validation_epoch_end = on_validation_epoch_start  # back again
@@ -233,7 +233,7 @@ class WeightAveraging(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue training with the training weights; the average is loaded once it has been made."""
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn is not TrainerFn.FITTING:
             return
         if "current_model_state" in checkpoint and "averaging_state" in checkpoint:
             self._loaded = checkpoint["state_dict"], checkpoint["averaging_state"]
@@ -636,7 +636,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue training with the training weights."""
-        if trainer.state.fn == TrainerFn.FITTING and "averaging_state" not in checkpoint:
+        if trainer.state.fn is TrainerFn.FITTING and "averaging_state" not in checkpoint:
             checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
 
     # -- the arithmetic, as programs call and override it

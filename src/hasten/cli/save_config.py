@@ -90,7 +90,7 @@ class SaveConfigCallback(Callback):
             return
         path = os.path.join(log_dir, self.config_filename)
         files = fsspec.core.url_to_fs(path)[0]
-        if trainer.state.fn == TrainerFn.FITTING and self.config.get("ckpt_path") is not None:
+        if trainer.state.fn is TrainerFn.FITTING and self.config.get("ckpt_path") is not None:
             # The first free name of config.yaml, config-1.yaml, config-2.yaml, ...
             stem, ending = os.path.splitext(path)
             names = itertools.chain([path], (f"{stem}-{number}{ending}" for number in itertools.count(1)))

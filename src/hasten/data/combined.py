@@ -202,10 +202,10 @@ def is_collection(thing: object) -> bool:
     if not isinstance(thing, (Mapping, list, tuple)):
         return False
     members = list(thing.values() if isinstance(thing, Mapping) else thing)
-    # In a dict, whose iteration yields keys, a list is a loader too: its items are batches.
-    by_name = isinstance(thing, Mapping)
+    # In a dict, whose iteration yields keys, and beside a loader a list is a loader too: its items are batches.
+    may_be_list = isinstance(thing, Mapping) or any(isinstance(member, DataLoader) for member in members)
     return bool(members) and all(
-        _is_loader(member) or is_collection(member) or (by_name and isinstance(member, (list, tuple)) and member)
+        _is_loader(member) or is_collection(member) or (may_be_list and isinstance(member, (list, tuple)) and member)
         for member in members
     )
 

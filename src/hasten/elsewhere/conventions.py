@@ -104,7 +104,7 @@ class Conventions:
     )
     warns_of_settings: bool = _decision(
         "advice about settings: workers of loaders, modules in eval mode, an interval of logging that is longer than "
-        "an epoch, `srun` and `--ntasks` of SLURM",
+        "an epoch, which weights checkpoints of manual optimization have, `srun` and `--ntasks` of SLURM",
         lightning="a warning before each run in which it might apply; an error for `--ntasks` alone",
         hasten="a warning where it is known to apply, which names the cause and the line to write",
     )

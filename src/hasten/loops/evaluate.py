@@ -84,8 +84,8 @@ def evaluate(
         the modes from before
     """
     hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
-    testing, sanity = stage == "test", run.state.stage == RunningStage.SANITY_CHECKING
-    fitting, several_processes = run.state.fn == TrainerFn.FITTING, run.runtime.several_processes
+    testing, sanity = stage == "test", run.state.stage is RunningStage.SANITY_CHECKING
+    fitting, several_processes = run.state.fn is TrainerFn.FITTING, run.runtime.several_processes
     _enter_stage(run, source)
     count = len(source.load())
     source.begin()
@@ -127,9 +127,9 @@ def evaluate(
 
 def _enter_stage(run: Run, source: StageData) -> None:
     """Enter the stage of ``source``, and mark its loaders to be made again when that is due."""
-    if run.state.stage != RunningStage.SANITY_CHECKING:
+    if run.state.stage is not RunningStage.SANITY_CHECKING:
         run.state.stage = RunningStage.TESTING if source.stage == "test" else RunningStage.VALIDATING
-        if run.state.fn == TrainerFn.FITTING:
+        if run.state.fn is TrainerFn.FITTING:
             source.reload_if_due(run.progress.epoch)
     elif run.arguments.check_val_every_n_epoch not in (None, 1):
         # The first validation is in a later epoch, for which a program may return other loaders.
@@ -161,7 +161,7 @@ def _end_epoch(run: Run, stage: str) -> list[dict[str, float]]:
     values |= late
     for result in by_loader:
         result.update(late_by_loader[0])
-    step = progress.validated_step if run.state.fn == TrainerFn.FITTING else progress.logged_step
+    step = progress.validated_step if run.state.fn is TrainerFn.FITTING else progress.logged_step
     logged.log_epoch(values, step, progress.current_epoch)
     return by_loader
 
@@ -333,7 +333,7 @@ def validate_if_due(run: Run) -> None:
 def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     """Return inference mode where it can be used, else ``torch.no_grad``."""
     # Within fit neither: what validation keeps (a cached mask, a buffer) may be used in training next.
-    fitting = run.state.fn == TrainerFn.FITTING
+    fitting = run.state.fn is TrainerFn.FITTING
     # Nor with a compiled step: validation within fit and outside of it would be compiled separately.
     plain = fitting or run.compiled is not None or not run.arguments.inference_mode
     return torch.no_grad() if plain else run.runtime.strategy.sharding.without_gradients()

@@ -436,7 +436,7 @@ def prepare_module(run: Run) -> None:
     speed, module = run.arguments.speed, run.module
     asked = {"micro_batch": speed.micro_batch, "memory": speed.memory}
     named = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
-    if not named or run.state.fn != TrainerFn.FITTING:
+    if not named or run.state.fn is not TrainerFn.FITTING:
         return
     if not module.automatic_optimization and enabled(run):
         raise MisconfigurationException(

@@ -73,7 +73,7 @@ def prepare(
         restore counters; loaders; restore optimizers, schedulers, data position, values
     """
     module, runtime, hooks = run.module, run.runtime, run.hooks
-    fitting = run.state.fn == TrainerFn.FITTING
+    fitting = run.state.fn is TrainerFn.FITTING
     _check_arguments(run)
     _find_data_and_loggers(run)
     _set_up(run, [owner for owner in (datamodule, module) if owner is not None])
@@ -105,7 +105,7 @@ def prepare(
 
 def _check_arguments(run: Run) -> None:
     """Check and apply arguments that the hooks of ``setup`` may rely on."""
-    arguments, runtime, fitting = run.arguments, run.runtime, run.state.fn == TrainerFn.FITTING
+    arguments, runtime, fitting = run.arguments, run.runtime, run.state.fn is TrainerFn.FITTING
     precision = arguments.speed.matmul_precision
     if precision is not None:
         run.undo.enter_context(matmul_precision(precision))
@@ -118,7 +118,7 @@ def _check_arguments(run: Run) -> None:
 
 def _find_data_and_loggers(run: Run) -> None:
     """Find the data and start the loggers; raise if data is missing or a logger cannot write."""
-    if run.state.fn == TrainerFn.FITTING:
+    if run.state.fn is TrainerFn.FITTING:
         collect_earlier_models(run.module)
         warn_about_missing_parts(run.data.validation, run.module, wanted=run.arguments.limit_val_batches != 0)
     assert run.state.fn is not None
@@ -140,22 +140,21 @@ def _set_up(run: Run, owners: list[LightningModule | LightningDataModule]) -> No
     if (runtime.local_rank if once_a_machine else runtime.global_rank) == 0:
         hooks.prepare_data()
     runtime.barrier("prepare_data")
-    trainer = module.trainer
-    callbacks = trainer.callbacks
+    callbacks = module.trainer.callbacks
     earlier = list(callbacks)
     hooks.setup(fn)
-    if len(callbacks) > len(earlier):
-        for added in callbacks:
-            # A callback that another one has added is set up as well.
-            if not any(added is callback for callback in earlier):
-                added.setup(trainer, module, fn)
+    while len(callbacks) > len(earlier):
+        # Callbacks that another one has added are set up as well.
+        added = [each for each in callbacks if not any(each is one for one in earlier)]
+        earlier = list(callbacks)
+        hooks.set_up(added, fn)
     with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
         if redefines(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
     check_pipeline(fn.value, module)
     check_module(run)
-    if fn == TrainerFn.FITTING and isinstance(runtime.strategy, ParallelStrategy) and runtime.several_processes:
+    if fn is TrainerFn.FITTING and isinstance(runtime.strategy, ParallelStrategy) and runtime.several_processes:
         _sync_layers(run, runtime.strategy.layer_sync)
 
 
@@ -163,7 +162,7 @@ def _restore_model(
     run: Run, state: RunState, checkpoint: dict[str, Any], path: str, datamodule: LightningDataModule | None
 ) -> dict[str, Any]:
     """Restore weights, and the states of datamodule and callbacks; return the checkpoint as the hooks have left it."""
-    fitting = run.state.fn == TrainerFn.FITTING
+    fitting = run.state.fn is TrainerFn.FITTING
     shown = for_hooks(checkpoint) if run.conventions.checkpoints_have_loops else checkpoint
     run.hooks.on_load_checkpoint(shown)
     checkpoint = from_hooks(shown)
@@ -179,7 +178,7 @@ def _restore_model(
 
 def _place_and_wrap(run: Run) -> None:
     """Move the module and the optimizers of a fit to the device, and wrap the module's calls."""
-    fitting, runtime = run.state.fn == TrainerFn.FITTING, run.runtime
+    fitting, runtime = run.state.fn is TrainerFn.FITTING, run.runtime
     runtime.place(run.module)
     change_module(run)
     if fitting:
@@ -468,7 +467,7 @@ def change_module(run: Run) -> None:
     if speed.allocator is not None:
         run.undo.enter_context(allocator.kept(speed.allocator))
     # Without gradients it would change nothing.
-    if speed.packed and run.state.fn == TrainerFn.FITTING:
+    if speed.packed and run.state.fn is TrainerFn.FITTING:
         # Imported only here: registering its operations with torch takes a tenth of a first fit.
         from hasten.packed.blocks import packed_blocks
 
@@ -525,7 +524,7 @@ def check_compile(run: Run) -> None:
             ),
             argument="compile",
         )
-    run.runtime.engine.check_compile("Trainer", trains=run.state.fn == TrainerFn.FITTING)
+    run.runtime.engine.check_compile("Trainer", trains=run.state.fn is TrainerFn.FITTING)
     check_possible("Trainer", settings, run.runtime.device)
 
 
@@ -536,7 +535,7 @@ def compile_module(run: Run) -> None:
         return
     from hasten.compile.model import compiled_model, for_strategy
 
-    if settings.step and run.state.fn == TrainerFn.FITTING:
+    if settings.step and run.state.fn is TrainerFn.FITTING:
         if (reason := why_not_whole_step(run)) is not None:
             raise MisconfigurationException(
                 f"Trainer(compile='step'): {reason.what}", fix=reason.fix, argument="compile"

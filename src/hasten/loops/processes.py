@@ -97,7 +97,7 @@ def check_module(run: Run) -> None:
     """Check that all processes train modules of the same parameters."""
     if run.runtime.several_processes:
         same_program.require_same(
-            f"module/{run.limits.number}", f"Trainer.{run.state.fn}()", same_program.of_module(run.module)
+            f"module/{run.limits.number}", "Trainer." + (run.state.fn or "") + "()", same_program.of_module(run.module)
         )
 
 
@@ -112,7 +112,7 @@ def check_optimizers(run: Run) -> None:
             facts |= {
                 f"`{name}` of scheduler {index}": same_program.plain(getattr(config, name)) for name in _OF_CONFIG
             }
-        same_program.require_same(f"optimizers/{run.limits.number}", f"Trainer.{run.state.fn}()", facts)
+        same_program.require_same(f"optimizers/{run.limits.number}", "Trainer." + (run.state.fn or "") + "()", facts)
 
 
 def nothing_to_train(run: Run) -> bool:
@@ -299,8 +299,8 @@ def _check_order(run: Run) -> None:
     if len(set(orders)) > 1:
         raise make_error(
             RuntimeError,
-            f"{run.state.fn}: a process has no batch, and the parts of {type(run.module).__name__} compute in another "
-            "order than they were assigned in.",
+            f"{type(run.module).__name__}: a process has no batch, and its parts compute in another order than they "
+            "were assigned in.",
             fix="Use a smaller batch_size, so that each process has a batch.",
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+
+from hasten._lib.names import LightningEnum
 
 
-class TrainerFn(StrEnum):
+class TrainerFn(LightningEnum):
     """The call in progress."""
 
     FITTING = "fit"
@@ -15,7 +16,7 @@ class TrainerFn(StrEnum):
     PREDICTING = "predict"
 
 
-class RunningStage(StrEnum):
+class RunningStage(LightningEnum):
     """The part of a call in progress: fit also validates."""
 
     TRAINING = "train"
@@ -35,7 +36,7 @@ class RunningStage(StrEnum):
         return {"validate": "val", "sanity_check": "val"}.get(self.value, self.value)
 
 
-class TrainerStatus(StrEnum):
+class TrainerStatus(LightningEnum):
     """How the call went."""
 
     INITIALIZING = "initializing"

@@ -295,7 +295,7 @@ class RunState:
                 unused.discard(key)
         present = {type(callback).__qualname__ for callback in self._callbacks}
         missing = sorted(key for key in unused if key.partition("{")[0] not in present)
-        if missing and self._run.state.fn == TrainerFn.FITTING:
+        if missing and self._run.state.fn is TrainerFn.FITTING:
             rank_zero_warn(
                 f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
                 fix="Add them to Trainer(callbacks=[...]) to continue as before.",

@@ -331,7 +331,7 @@ class Run:
 
 def has_batch_in_hand(run: Run) -> bool:
     """Return whether an epoch of training has taken a batch that its counters do not count yet."""
-    is_training = run.progress.in_epoch and run.state.stage == RunningStage.TRAINING
+    is_training = run.progress.in_epoch and run.state.stage is RunningStage.TRAINING
     return is_training and run.data.train.is_in_hand(run.progress.batch)
 
 

@@ -490,10 +490,15 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
         return None if device.type == "cpu" else run.observers.watch("batch_to_device", to_device)
 
     def transfer(batch: Any) -> Any:
+        # The hooks are not part of the step before.
+        context = run.logged.context
+        run.logged.leave()
         if before is not None:
             batch = before(batch, loader_idx)
         batch = to_device(batch) if move is None else move(batch, device, loader_idx)
-        return batch if after is None else after(batch, loader_idx)
+        batch = batch if after is None else after(batch, loader_idx)
+        run.logged.context = context
+        return batch
 
     return run.observers.watch("batch_to_device", transfer)
 

@@ -170,6 +170,8 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
     """
     if not args:
         return given, "kwargs" if given else None
+    if args == (None,):
+        return {}, None
     if all(isinstance(arg, str) for arg in args):
         unknown = [arg for arg in args if arg not in given]
         if unknown:

@@ -280,8 +280,9 @@ class Strategy(ProgramMethods, ABC):
         """Called when an exception ends the run, before ``on_exception`` of the callbacks."""
 
     def teardown(self) -> None:
-        """Release what the strategy holds."""
+        """Release what the strategy holds, when files that are still being written are complete."""
         self.model = self.lightning_module
+        self.checkpoint_io.teardown()
 
     # -- between processes
 

@@ -164,6 +164,12 @@ class ProgramMethods:
 
     # -- a step
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Called before gradients are computed."""
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Called when gradients have been computed."""
+
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | nn.Module | None = None, *args: object, **kwargs: object
     ) -> object:
@@ -176,13 +182,15 @@ class ProgramMethods:
             kwargs: for ``Tensor.backward``.
 
         """
+        self.pre_backward(closure_loss)
         if self._runtime is not None:
             self._runtime.engine.backward_for(optimizer, closure_loss, *args, **kwargs)
-            return closure_loss
-        precision: Any = self.precision_plugin
-        precision.pre_backward(closure_loss, optimizer)
-        precision.backward(closure_loss, optimizer, *args, **kwargs)
-        precision.post_backward(closure_loss, optimizer)
+        else:
+            precision: Any = self.precision_plugin
+            precision.pre_backward(closure_loss, optimizer)
+            precision.backward(closure_loss, optimizer, *args, **kwargs)
+            precision.post_backward(closure_loss, optimizer)
+        self.post_backward(closure_loss)
         return closure_loss
 
     def optimizer_step(
@@ -264,15 +272,16 @@ class ProgramMethods:
 
 # -- which methods a program has overridden
 
-_OF_PRECISION = ("pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
-_OF_STRATEGY = ("backward", "optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
+_OF_BACKWARD = ("pre_backward", "backward", "post_backward")
+_OF_PRECISION = (*_OF_BACKWARD, "optimizer_step", "clip_gradients")
+_OF_STRATEGY = ("optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
 
 
 def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:
     """Return which methods of a step a program has overridden; equal results need the same engine."""
     of_precision = [defined_by_program(precision, name) for name in _OF_PRECISION]
     of_strategy = [defined_by_program(strategy, name) for name in _OF_STRATEGY]
-    return (*of_precision, *of_strategy)
+    return (*of_precision, *of_strategy, defined_by_program(strategy, *_OF_BACKWARD))
 
 
 def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision) -> StepEngine:
@@ -282,7 +291,7 @@ def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Prec
     """
     if not (
         defined_by_program(precision, *_OF_PRECISION, "clip_grad_by_norm", "clip_grad_by_value")
-        or defined_by_program(strategy, "backward", "optimizer_step")
+        or defined_by_program(strategy, *_OF_BACKWARD, "optimizer_step")
     ):
         return engine
     purpose = f"A step with methods of {type(strategy).__name__} or {type(precision).__name__}"

@@ -108,13 +108,13 @@ def callbacks(arguments: Arguments) -> list[Callback]:
                 fix="Leave out one of them.",
                 argument=argument,
             )
+    if arguments.max_time is not None and not names_of(Timer):
+        callbacks.append(Timer(arguments.max_time))
     if arguments.enable_progress_bar and not bars:
         callbacks.append(TQDMProgressBar())
     if arguments.enable_model_summary and not names_of(ModelSummary):
-        is_rich = any(kind.__name__ == "RichProgressBar" for bar in callbacks for kind in type(bar).__mro__)
+        is_rich = "RichProgressBar" in {kind.__name__ for bar in callbacks for kind in type(bar).__mro__}
         callbacks.append(RichModelSummary() if is_rich else ModelSummary())
-    if arguments.max_time is not None and not names_of(Timer):
-        callbacks.append(Timer(arguments.max_time))
     if arguments.enable_checkpointing and not checkpoints:
         callbacks.append(ModelCheckpoint())
     return last_ones_last(callbacks)
@@ -182,8 +182,8 @@ def weights_for(
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks, those that save checkpoints last: they save the states of all others."""
-    return sorted(callbacks, key=_saves)
+    """Return the callbacks: first those that search, last those that save the states of all others in checkpoints."""
+    return sorted(callbacks, key=_turn)
 
 
 def folder_of_logs(trainer: Trainer) -> str:
@@ -196,10 +196,10 @@ def folder_of_logs(trainer: Trainer) -> str:
 def position(run: Run) -> watchdog.Position:
     """Return how far a run has come; called in another thread during the run."""
     progress, state = run.progress, run.state
-    text = str(state.fn)
+    text = state.fn.value if state.fn else ""
     if state.stage is not None and state.stage.value != text:
         text = f"{text}, {state.stage.value}"
-    if state.fn == TrainerFn.FITTING and (progress.in_epoch or progress.total_batches):
+    if state.fn is TrainerFn.FITTING and (progress.in_epoch or progress.total_batches):
         text = f"{text}, epoch {progress.epoch + 1}, batch {progress.batch}, step {progress.logged_step}"
     elif progress.evaluated:
         text = f"{text}, {progress.evaluated} batches done"
@@ -228,6 +228,12 @@ def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
     for callback in trainer.callbacks:
         if not _saves(callback):
             callback.on_exception(trainer, trainer.lightning_module, error)  # type: ignore[arg-type]
+
+
+def _turn(callback: Callback) -> int:
+    from hasten.callbacks.checkpoint import Checkpoint
+
+    return isinstance(callback, Checkpoint) - hasattr(callback, "SUPPORTED_MODES")
 
 
 def _saves(callback: Callback) -> bool:

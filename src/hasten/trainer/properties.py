@@ -49,12 +49,12 @@ class _InStage:
     def __get__(self, instance: TrainerView, owner: type) -> bool: ...
 
     def __get__(self, instance: TrainerView | None, owner: type) -> _InStage | bool:
-        return self if instance is None else instance.state.stage == self._stage
+        return self if instance is None else instance.state.stage is self._stage
 
     def __set__(self, instance: TrainerView, is_now: bool) -> None:
         if is_now:
             instance.state.stage = self._stage
-        elif instance.state.stage == self._stage:
+        elif instance.state.stage is self._stage:
             instance.state.stage = None
 
 
@@ -168,7 +168,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def interrupted(self) -> bool:
         """Whether the last call was ended by an exception or a signal."""
-        return self.state.status == TrainerStatus.INTERRUPTED
+        return self.state.status is TrainerStatus.INTERRUPTED
 
     # -- the loops
 
@@ -249,7 +249,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader in the sanity check."""
-        if self.state.fn not in (None, TrainerFn.FITTING):
+        if self.state.fn not in (TrainerFn.FITTING, None):
             return []
         return [min(self.num_sanity_val_steps, limit) for limit in self.num_val_batches]
 

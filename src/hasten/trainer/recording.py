@@ -36,7 +36,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
 
     """
     logged = run.logged
-    if run.state.fn != TrainerFn.FITTING:
+    if run.state.fn is not TrainerFn.FITTING:
         yield _nothing
         return
     if run.progress.total_batches:

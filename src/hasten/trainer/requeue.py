@@ -25,7 +25,7 @@ _fits = 0
 def count(fn: TrainerFn) -> None:
     """Note that a call begins."""
     global _fits
-    _fits += fn == TrainerFn.FITTING
+    _fits += fn is TrainerFn.FITTING
 
 
 def own_path(trainer: Trainer) -> str | None:
@@ -41,7 +41,7 @@ def own_path(trainer: Trainer) -> str | None:
 def save(trainer: Trainer, run: Run) -> None:
     """Save a fit that is to continue in the requeued job; all processes call it, after the same batch."""
     path = own_path(trainer)
-    if path is not None and run.state.fn == TrainerFn.FITTING and trainer.total_batch_idx >= 0:
+    if path is not None and run.state.fn is TrainerFn.FITTING and trainer.total_batch_idx >= 0:
         trainer.save_checkpoint(path)
         rank_zero_info(f"Saved the run as {path}.")
 
@@ -66,7 +66,7 @@ def requeue(trainer: Trainer) -> None:
 def resumed_path(trainer: Trainer, ckpt_path: PathLike | None) -> str | None:
     """Return the checkpoint from which a fit continues because its job was requeued; None if there is none."""
     own = own_path(trainer)
-    if trainer.state.fn != TrainerFn.FITTING or own is None or not present(own):
+    if trainer.state.fn is not TrainerFn.FITTING or own is None or not present(own):
         return None
     if ckpt_path == "last" and (last := find_last(trainer)) is not None and not _is_newer(own, last):
         return None

@@ -330,7 +330,7 @@ class Trainer(TrainerView):
             )
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer")
-        if self.state.status == TrainerStatus.RUNNING:
+        if self.state.status is TrainerStatus.RUNNING:
             raise make_error(
                 RuntimeError,
                 "Trainer.change_arguments(): a call is running.",
@@ -564,7 +564,7 @@ class Trainer(TrainerView):
             )
             return result
         except BaseException as error:
-            if self.state.status == TrainerStatus.RUNNING:
+            if self.state.status is TrainerStatus.RUNNING:
                 parts.failed_in_copies(self, error)
             explain(error)
             shorten(error)
@@ -654,11 +654,11 @@ class Trainer(TrainerView):
             window=Window(self._progress, self._accumulate_grad_batches), limits=Limits(stop),
             observers=Observers(levers=self.chosen_levers),
         )  # fmt: skip
-        if last_run is not None and fn != TrainerFn.FITTING and last_run.module is module:
+        if last_run is not None and fn is not TrainerFn.FITTING and last_run.module is module:
             # A checkpoint saved after an evaluation still holds the state of the last fit.
             run.optimizers, run.wrapped_optimizers = last_run.optimizers, last_run.wrapped_optimizers
             run.schedulers, run.data.train, run.averages = last_run.schedulers, last_run.data.train, last_run.averages
-            if fn != TrainerFn.VALIDATING:
+            if fn is not TrainerFn.VALIDATING:
                 run.data.validation = last_run.data.validation
         return run
 
@@ -688,7 +688,7 @@ class Trainer(TrainerView):
 
     def _finish(self, run: Run) -> None:
         """End a run: on_fit_end, teardown, close loggers and loaders."""
-        if self.state.fn == TrainerFn.FITTING:
+        if self.state.fn is TrainerFn.FITTING:
             run.hooks.on_fit_end()
         self._release(run, "success")
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
@@ -779,7 +779,7 @@ class Trainer(TrainerView):
         assert self._hooks is not None
         if self._hooks.on_load_checkpoint is nothing:
             # Otherwise entries are checked after that hook, which may repair the checkpoint.
-            check_entries(checkpoint, path, training=self.state.fn == TrainerFn.FITTING)
+            check_entries(checkpoint, path, training=self.state.fn is TrainerFn.FITTING)
         checkpoint = from_lightning(checkpoint, path)
         rank_zero_info(f"Restoring from {path}")
         return checkpoint, path

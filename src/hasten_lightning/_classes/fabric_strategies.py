@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hasten.resolve import REGISTERED_STRATEGIES
 from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning._classes.strategies import options_of_ddp
 from hasten_lightning.facades import Facade, accepted, exactly
 from hasten_lightning.machine.strategy_methods import FabricMethods, FabricShardedMethods
+from hasten_lightning.utilities.enums import Registry, strategies_by_name
 from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
@@ -66,3 +68,8 @@ class XLAFSDPStrategy(FabricMethods, xla.XLAFSDPStrategy, metaclass=Facade):
 
 
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+StrategyRegistry = Registry(
+    "strategy",
+    strategies_by_name((*FACADES, SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy)),
+    REGISTERED_STRATEGIES,
+)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.resolve import REGISTERED_STRATEGIES
 from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning.facades import Facade, accepted, exactly, show_signature
 from hasten_lightning.machine.strategy_methods import TrainerFolderMethods, TrainerMethods, TrainerShardedMethods
+from hasten_lightning.utilities.enums import Registry, strategies_by_name
 from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class XLAStrategy(TrainerMethods, xla.XLAStrategy, metaclass=Facade):
 
 
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+StrategyRegistry = Registry(
+    "strategy", strategies_by_name((*FACADES, SingleDeviceXLAStrategy, XLAStrategy)), REGISTERED_STRATEGIES
+)
 
 
 def as_facade(strategy: base.Strategy, facades: Iterable[Facade] = FACADES) -> None:

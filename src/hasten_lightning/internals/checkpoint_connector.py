@@ -102,7 +102,7 @@ class CheckpointConnector:
 
     def restore_training_state(self) -> None:
         """Give optimizers, schedulers and counters the states that were read; nothing outside of ``fit``."""
-        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
+        if self._loaded_checkpoint and self.trainer.state.fn is TrainerFn.FITTING:
             state = RunState(self.trainer.current_run, self.trainer.callbacks, self.trainer.datamodule)
             for phase in (Phase.POSITION, Phase.TRAINING):
                 state.restore(self._loaded_checkpoint, phase, self._path)

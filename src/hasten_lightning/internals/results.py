@@ -113,7 +113,7 @@ class LoggerConnector:
             return trainer.test_loop
         if not trainer.evaluating:
             return None
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = trainer.state.fn is TrainerFn.FITTING
         return trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
 
     @property

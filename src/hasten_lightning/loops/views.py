@@ -216,7 +216,7 @@ class TrainingEpochLoop(LoopView):
     def _batches_that_stepped(self) -> int:
         # The x axis of loggers: packages pass it to ``logger.log_metrics``, and some assign it.
         trainer, progress = self._trainer, self._trainer.progress
-        in_validation = trainer.validating and trainer.state.fn == TrainerFn.FITTING
+        in_validation = trainer.validating and trainer.state.fn is TrainerFn.FITTING
         after = progress.accumulation_index == 0 and (in_validation or self._hook == "on_train_batch_end")
         return progress.logged_step - after
 
@@ -230,7 +230,7 @@ class TrainingEpochLoop(LoopView):
         trainer, hook = self._trainer, self._hook
         progress = trainer.progress
         # The counters of a run move between the step and on_train_batch_end.
-        ahead = trainer.training and hook in _IN_BATCH
+        ahead = trainer.training and hook in _IN_BATCH and progress.post_batch_done
         begun, after = ahead and hook != "on_train_batch_start", trainer.training and hook == "on_train_batch_end"
 
         def count(done: int) -> Processed:
@@ -323,7 +323,7 @@ class FitLoop(LoopView):
         """The epochs that have begun and that are complete."""
         trainer, progress = self._trainer, self._trainer.progress
         # An epoch in which max_steps is reached counts as complete when fit has ended.
-        done = progress.epochs_done + (progress.mid_epoch and trainer.state.status == TrainerStatus.FINISHED)
+        done = progress.epochs_done + (progress.mid_epoch and trainer.state.status is TrainerStatus.FINISHED)
         completed = progress.epoch if progress.in_epoch else done
         begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else progress.epochs_done
         processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else done
@@ -359,7 +359,7 @@ class FitLoop(LoopView):
             return self._restarting
         trainer = self._trainer
         run = trainer._run
-        running = trainer.state.status == TrainerStatus.RUNNING and trainer.state.fn == TrainerFn.FITTING
+        running = trainer.state.status is TrainerStatus.RUNNING and trainer.state.fn is TrainerFn.FITTING
         return running and run is not None and run.resume.from_batch == trainer.progress.total_batches
 
     @restarting.setter
@@ -444,7 +444,7 @@ class EvaluationLoop(LoopView):
     def batch_progress(self) -> LoopCounts:
         """The batches of this evaluation, or of the last one."""
         run, stage = self._trainer._run, {"validation": "validate"}.get(self._name, self._name)
-        mine = run is not None and (run.state.fn == TrainerFn.FITTING) == self._in_fit
+        mine = run is not None and (run.state.fn is TrainerFn.FITTING) == self._in_fit
         done, hook = 0, ""
         if mine and run is not None:
             running = run.evaluation.stage == stage

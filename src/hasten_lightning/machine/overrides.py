@@ -45,7 +45,7 @@ class ProgramEngine(_Engine):
         # Computes gradients if neither strategy nor precision does.
         self._inner_backward: Callable[..., None] = inner.backward
         self._overrides_precision = defined_by_program(precision, *_OF_BACKWARD)
-        self._overrides_backward = self._overrides_precision or defined_by_program(strategy, "backward")
+        self._overrides_backward = self._overrides_precision or defined_by_program(strategy, *_OF_BACKWARD)
         self.backward = self._backward if self._overrides_backward else inner.backward
         self._steps: dict[int, Callable[..., Any]] = {}
 

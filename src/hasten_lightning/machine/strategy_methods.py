@@ -50,6 +50,10 @@ class Methods(Strategy):
         return getattr(self, "_launcher", None)
 
     @property
+    def _start_method(self) -> str:
+        return getattr(self.launcher, "start_method", "popen")
+
+    @property
     def strategy_name(self) -> str:
         """The name of the strategy, as for ``Trainer(strategy=...)``."""
         return self.name

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from enum import Enum, StrEnum
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.names import unknown_word
-from hasten.extend.entry_points import found
+from hasten import strategies
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import LightningEnum
+from hasten.extend.entry_points import found, load
 from hasten.machine.devices import ACCELERATORS, added_accelerators
 from hasten.resolve import REGISTERED_ACCELERATORS, REGISTERED_STRATEGIES, STRATEGIES
-
-
-class LightningEnum(StrEnum):
-    """Named strings, compared without regard to case.
-
-    Example::
-
-        >>> GradClipAlgorithmType.NORM == "Norm"
-        True
-        >>> GradClipAlgorithmType.from_str("value")
-        <GradClipAlgorithmType.VALUE: 'value'>
-
-    """
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Enum):
-            other = other.value
-        return isinstance(other, str) and str(self.value).lower() == other.lower()
-
-    def __hash__(self) -> int:
-        return hash(str(self.value).lower())
-
-    @classmethod
-    def from_str(cls, value: str, source: str = "key") -> Self:
-        """Return the member with this name (``source="key"``), this value ("value"), or either ("any")."""
-        wanted = value.replace("-", "_").lower()
-        for member in cls:
-            texts = {"key": [member.name], "value": [member.value]}.get(source, [member.name, member.value])
-            if wanted in [text.replace("-", "_").lower() for text in texts]:
-                return member
-        listed = f"use one of {', '.join(repr(m.value) for m in cls)}."
-        shown = f"{value!r} is not a {cls.__name__}"
-        what, fix = unknown_word(shown, str(value), [str(m.value) for m in cls], listed)
-        raise make_error(ValueError, what, fix=fix)
 
 
 class GradClipAlgorithmType(LightningEnum):
@@ -70,25 +36,40 @@ class Registry(dict[str, dict[str, Any]]):
 
     Args:
         kind: "strategy" or "accelerator".
-        names: those that there are.
+        names: those that there are, with the class and the arguments that make the object.
         made: where ``resolve`` finds what makes the object of a name that was added.
 
     Example::
 
-        >>> "ddp" in StrategyRegistry, AcceleratorRegistry.available_accelerators()[0]
-        (True, 'cpu')
+        >>> "ddp" in StrategyRegistry, AcceleratorRegistry["cpu"]["description"]
+        (True, 'CPUAccelerator')
+        >>> StrategyRegistry.get("ddp_spawn").name
+        'ddp_spawn'
 
     """
 
-    def __init__(self, kind: str, names: Iterable[str], made: dict[str, Callable[[], Any]]) -> None:
-        super().__init__({name: {"description": "", "init_params": {}} for name in names})
+    def __init__(
+        self, kind: str, names: Mapping[str, tuple[Any, dict[str, Any]]], made: dict[str, Callable[[], Any]]
+    ) -> None:
+        super().__init__()
         self._kind, self._made = kind, made
+        for name, (make, arguments) in names.items():
+            self._add(name, make, make.__name__, arguments)
 
-    def available(self) -> list[str]:
+    def _add(self, name: str, make: Callable[..., Any], description: str, init_params: dict[str, Any]) -> None:
+        named = {self._kind: make, f"{self._kind}_name": name}
+        self[name] = {**named, "description": description, "init_params": init_params}
+
+    def available_strategies(self) -> list[str]:
         """Return all names."""
         return list(self)
 
-    available_strategies = available_accelerators = available
+    def available_accelerators(self) -> set[str]:
+        """Return all names."""
+        return set(self)
+
+    def __str__(self) -> str:
+        return f"Registered {self._kind.title().replace('gy', 'gie')}s: {', '.join(self)}"
 
     def register(
         self,
@@ -120,22 +101,22 @@ class Registry(dict[str, dict[str, Any]]):
             raise MisconfigurationException(
                 f"register({name!r}): there is a {self._kind} of this name. Choose another, or pass override=True."
             )
-        self[name] = {self._kind: strategy, "description": description, "init_params": init_params}
+        self._add(name, strategy, description, init_params)
         self._made[name.lower()] = functools.partial(strategy, **init_params)
         return strategy
 
     def get(self, name: str, default: object = None) -> object:  # type: ignore[override]  # as Lightning's
-        """Return an object of the class that was registered as ``name``; ``default`` if there is one.
+        """Return an object of the class that ``name`` stands for; ``default`` if there is one and the name is unknown.
 
         Raises:
-            KeyError: no class was registered under this name.
+            KeyError: the name is unknown.
 
         """
-        if name.lower() in self._made:
-            return self._made[name.lower()]()
+        if name in self:
+            return self[name][self._kind](**self[name]["init_params"])
         if default is not None:
             return default
-        raise KeyError(f"{name!r} was not registered. There are: {', '.join(self._made) or 'none'}.")
+        raise KeyError(f"{name!r} was not registered. There are: {', '.join(self)}.")
 
     def remove(self, name: str) -> None:
         """Take a registered name back."""
@@ -143,12 +124,33 @@ class Registry(dict[str, dict[str, Any]]):
         self._made.pop(name.lower(), None)
 
 
+def strategies_by_name(facades: Iterable[Any] = ()) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return the class and the arguments of each name of a strategy.
+
+    Args:
+        facades: classes that take the place of those behind them.
+
+    """
+    group, named = "hasten.strategies", {}
+    for name in dict.fromkeys((*STRATEGIES, *found(group))):
+        if name in STRATEGIES:
+            make, arguments = getattr(strategies, STRATEGIES[name][0]), STRATEGIES[name][1]
+        else:
+            make, arguments = load(group, name, purpose=f"strategy={name!r}"), {}
+        if isinstance(make, functools.partial):
+            make, arguments = make.func, make.keywords
+        if name.startswith("ddp"):
+            arguments = {"start_method": "popen", **arguments}
+        named[name] = next((facade for facade in facades if facade.behind is make), make), arguments
+    return named
+
+
 AcceleratorRegistry = Registry(
     "accelerator",
-    sorted({*ACCELERATORS, *(kind.name() for kind in added_accelerators().values())}),
+    {kind.name(): (kind, {}) for kind in (*ACCELERATORS.values(), *added_accelerators().values())},
     REGISTERED_ACCELERATORS,
 )
-StrategyRegistry = Registry("strategy", [*STRATEGIES, *found("hasten.strategies")], REGISTERED_STRATEGIES)
+StrategyRegistry = Registry("strategy", strategies_by_name(), REGISTERED_STRATEGIES)
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]

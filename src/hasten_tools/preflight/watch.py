@@ -243,7 +243,8 @@ class StepWatch(Callback):
 
 
 def _stage_of(trainer: Trainer) -> str:
-    return "validate" if trainer.sanity_checking else str(trainer.state.stage)
+    stage = trainer.state.stage
+    return "validate" if stage is None or trainer.sanity_checking else stage.value
 
 
 def _remembering(seen: Observations, name: str) -> Callable[..., None]:
