@@ -5,7 +5,7 @@
 
 It is made in ``configure_model``, so that it takes no memory here. Its modules name the layers that ``plan="auto"``
 splits (``tp_plan``). Of the program's own options, ``--size`` chooses the shapes of a Llama of 1, 8 or 70 billion
-parameters, ``--layers`` and ``--tokens`` change their number, and ``--memory`` recomputes activations.
+parameters, ``--layers``, ``--tokens`` and ``--batch`` change their number, and ``--memory`` recomputes activations.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def fit(module: type[Llama], sizes: dict[str, Shape], default: str) -> None:
     parser.add_argument("--size", choices=sizes, default=default)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--memory", default=None)
     given = parser.parse_args()
     shape = sizes[given.size]
@@ -150,7 +151,7 @@ def fit(module: type[Llama], sizes: dict[str, Shape], default: str) -> None:
     trainer = L.Trainer(
         max_steps=10, precision="bf16-mixed", strategy="fsdp2", gradient_clip_val=1.0, memory=given.memory
     )
-    trainer.fit(module(shape), DataLoader(Tokens(given.tokens), batch_size=1))
+    trainer.fit(module(shape), DataLoader(Tokens(given.tokens), batch_size=given.batch))
 
 
 if __name__ == "__main__":

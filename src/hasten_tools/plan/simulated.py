@@ -215,6 +215,7 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
     strategy.simulate_one_process()
     if isinstance(strategy, MeshStrategy):
         _cut_own_chunk_only()
+        _share_experts_equally()
     for name in ("state_dict", "load_state_dict"):
         # The states of generators are tensors, and there is nothing to draw.
         setattr(RandomGenerators, name, lambda *_: {})
@@ -238,7 +239,7 @@ def note_sizes() -> list[Mapping[str, Size]]:
         try:
             return of(asked, **given)
         except ValueError:
-            noted.append(asked)
+            noted.append({**asked, "expert": given.get("expert", 1)})
             raise
 
     setattr(MeshSizes, "of", noting)  # noqa: B010
@@ -323,6 +324,19 @@ def _cut_own_chunk_only() -> None:
 
     own: Any = _fsdp_param
     own._chunk_with_empty = _OwnChunk
+
+
+def _share_experts_equally() -> None:
+    """Let each expert get as many tokens as the others: what a router chooses is not known without data."""
+    from hasten.strategies.experts import ExchangedExperts, WholeExperts
+
+    def shares(_: object, sends: Tensor, gets: Tensor, pairs: int, form: int) -> tuple[list[int], list[int], int]:
+        size = len(sends)
+        each = [pairs * (place + 1) // size - pairs * place // size for place in range(size)]
+        return each, each, form
+
+    setattr(ExchangedExperts, "shares", shares)  # noqa: B010
+    setattr(WholeExperts, "own_pairs", lambda _, is_own, size: torch.arange(len(is_own) // size))  # noqa: B010
 
 
 def _convert_without_data() -> None:
