@@ -52,17 +52,22 @@ def main() -> int:
             differences = " ".join(f"{row[name]:>9.1e}" for name in ("loss", "grad_norm", "weight"))
             print(f"{processes:>9} {sizes} {differences}", flush=True)
             rows.append(row)
-    if options.json:
-        earlier = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else []
-        new = [row["mesh"] for row in rows]
-        every = [row for row in earlier if row["mesh"] not in new] + rows
-        every.sort(key=lambda row: (math.prod(row["mesh"][:5]), row["mesh"][5] > 1))
-        options.json.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
+            if options.json:
+                write(options.json, rows)
     return int(any(row["weight"] > 1e-9 for row in rows))
 
 
-def measured(processes: int, expert: list[int] | None) -> list[dict[str, Any]]:
-    """Return the differences for all meshes of a number of processes, which torchrun starts.
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a file, in the place of those of the same meshes."""
+    new = [row["mesh"] for row in rows]
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    every = [row for row in earlier if row["mesh"] not in new] + rows
+    every.sort(key=lambda row: (math.prod(row["mesh"][:5]), row["mesh"][5] > 1))
+    file.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(processes: int, expert: list[int] | None) -> Iterator[dict[str, Any]]:
+    """Yield the differences for all meshes of a number of processes, which torchrun starts.
 
     Args:
         processes: the number.
@@ -72,8 +77,13 @@ def measured(processes: int, expert: list[int] | None) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", __file__]
     command += map(str, expert or ())
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, command)
 
 
 def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int, int]]:
@@ -94,7 +104,6 @@ def compare(expert: list[int]) -> None:
 
     """
     processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    rows = []
     references: dict[tuple[int, bool], Decoder] = {}
     for sizes in meshes(processes):
         if expert and sizes[5] not in expert:
@@ -105,16 +114,13 @@ def compare(expert: list[int]) -> None:
         if kind not in references:
             references[kind] = train(1, "auto", BATCH, *kind)
         alone = references[kind]
-        rows.append(
-            {
-                "mesh": sizes,
-                "loss": largest(found.losses, alone.losses),
-                "grad_norm": largest(found.norms, alone.norms),
-                "weight": found.largest_difference(alone),
-            }
-        )
-    if rank == 0:
-        for row in rows:
+        row = {
+            "mesh": sizes,
+            "loss": largest(found.losses, alone.losses),
+            "grad_norm": largest(found.norms, alone.norms),
+            "weight": found.largest_difference(alone),
+        }
+        if rank == 0:
             print(json.dumps(row), flush=True)
 
 

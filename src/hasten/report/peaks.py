@@ -190,7 +190,7 @@ def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
 
     def grouped(rows: Any, matrices: Any, *args: object, **kwargs: object) -> int:
         # Products of experts: rows in groups with a matrix each, or groups of columns with groups of rows.
-        return 2 * math.prod(rows) * int(matrices[-1])
+        return int(2 * math.prod(rows) * matrices[-1])
 
     # torch has formulas for the kernels of other devices only.
     aten = torch.ops.aten

@@ -216,13 +216,7 @@ def candidates(devices: int, nodes: int) -> list[list[MeshSizes]]:
 
 
 def with_experts(devices: int, nodes: int, experts: int) -> list[list[MeshSizes]]:
-    """Return the meshes that divide experts, as ``candidates`` does: over processes of a machine, or over as many as
-    there are experts.
-
-    Args:
-        devices: the number of processes.
-        nodes: the number of machines they are on.
-        experts: the number of experts of each block; 1 for a model without any.
+    """Return the meshes that divide experts over processes of a machine, or over as many as there are experts.
 
     Example::
 
@@ -264,7 +258,7 @@ def to_plan(
     usable: float | None,
     found: Mapping[MeshSizes, Measured],
     reasons: dict[MeshSizes, str],
-    cannot_win: Callable[[MeshSizes], str] = lambda _: "",
+    cannot_win: Callable[[MeshSizes], str],
 ) -> Iterator[MeshSizes]:
     """Yield meshes one by one, and leave out those of which the plans so far say that they need no plan.
 

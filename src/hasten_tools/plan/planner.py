@@ -475,7 +475,8 @@ class Variants:
         pipeline = meshes.strategy_of(sizes, self._own).pipeline
         if pipeline is None:
             return 0.0
-        parts = pipeline.schedule.parts_of(samples) if samples else pipeline.schedule.micro_batches
+        most = pipeline.schedule.micro_batches
+        parts = math.ceil(samples / math.ceil(samples / most)) if samples else most
         return pipeline.schedule.idle_share(parts) or 0.0
 
     def line_of(self, sizes: MeshSizes) -> str:

@@ -26,6 +26,7 @@ from hasten.machine.cluster import ClusterEnvironment
 from hasten.seed import RandomGenerators
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.experts import ExchangedExperts, WholeExperts
 from hasten.strategies.mesh.sizes import MeshSizes, Size
 from hasten.strategies.mesh.strategy import MeshStrategy
 
@@ -328,7 +329,6 @@ def _cut_own_chunk_only() -> None:
 
 def _share_experts_equally() -> None:
     """Let each expert get as many tokens as the others: what a router chooses is not known without data."""
-    from hasten.strategies.experts import ExchangedExperts, WholeExperts
 
     def shares(_: object, sends: Tensor, gets: Tensor, pairs: int, form: int) -> tuple[list[int], list[int], int]:
         size = len(sends)

@@ -24,7 +24,8 @@ from hasten.loops.fit import make_step
 from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
-from hasten.strategies.mesh.stages import is_absent
+from hasten.strategies.experts import holds_experts
+from hasten.strategies.mesh.stages import is_absent, stages_of_blocks
 from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.ledger import (
@@ -178,7 +179,8 @@ class _PlannedFit:
             return stack
 
         def shard_without_data(module: nn.Module, stored: Any = ()) -> None:
-            self._experts = _experts_of(module)
+            counts: list[Any] = [part.num_experts for part in module.modules() if holds_experts(part)]
+            self._experts = math.gcd(*counts) or 1
             if self.order.kept is not None:
                 self._leave_out(module, runtime.strategy, self.order.kept)
             simulated.leave_out_metrics(module)
@@ -203,7 +205,7 @@ class _PlannedFit:
         """Leave out all but some of the equal blocks of a module, or of each of its stages."""
         pipeline, stages, own = getattr(strategy, "pipeline", None), {}, [0]
         if pipeline is not None:
-            stages = pipeline.stages_of_blocks(module)
+            stages = stages_of_blocks(module, pipeline.schedule.stages, pipeline.arguments["split"], strategy.owner)
             own = pipeline.schedule.stages_of(self.order.process * pipeline.processes // self.order.devices)
         # Several stages of a process are alike in all but what is around the blocks.
         self._blocks = blocks.leave_out(module, kept, self.ledger, stages, own[0]) if len(own) == 1 else 0
@@ -323,14 +325,6 @@ class _PlannedFit:
             samples=self._samples,
             experts=self._experts,
         )
-
-
-def _experts_of(module: nn.Module) -> int:
-    """Return over how many processes the experts of a module can be divided at most; 1 for a module without any."""
-    from hasten.strategies.experts import holds_experts
-
-    counts: list[Any] = [part.num_experts for part in module.modules() if holds_experts(part)]
-    return math.gcd(*counts) or 1
 
 
 def _states(run: Run) -> list[Tensor]:

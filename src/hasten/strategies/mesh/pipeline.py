@@ -22,7 +22,7 @@ from hasten.batching.split import join, measure, split
 from hasten.strategies.mesh.blocks import is_manual, name_of
 from hasten.strategies.mesh.schedule import Schedule, Stage, check_stage_tensor
 from hasten.strategies.mesh.sizes import PIPELINE, TENSOR
-from hasten.strategies.mesh.stages import Stages, stages_of_blocks
+from hasten.strategies.mesh.stages import Stages
 from hasten.strategies.sharded import local_part, roots_of, total_norm
 
 if TYPE_CHECKING:
@@ -179,15 +179,6 @@ class Pipeline:
         if not self._is_alone:
             # Processes connect now, all at once.
             dist.barrier(self._group)
-
-    def stages_of_blocks(self, module: nn.Module) -> dict[str, int]:
-        """Return the stage of each block of a module, by its name.
-
-        Raises:
-            ValueError: the blocks cannot be divided.
-
-        """
-        return stages_of_blocks(module, self.schedule.stages, self.arguments["split"], self._owner)
 
     def simulate_one_process(self) -> None:
         """Compute the stages of one process while no other exists: what it gets has the right shape, and no values."""

@@ -6,7 +6,6 @@ Source: `PyTorch, torch.distributed.pipelining <https://docs.pytorch.org/docs/st
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -94,17 +93,6 @@ class Schedule:
     def stages_of(self, process: int) -> list[int]:
         """Return the stages of a process, in order."""
         return [stage for stage, one in enumerate(self.process_of) if one == process]
-
-    def parts_of(self, samples: int) -> int:
-        """Return the number of micro-batches of a batch.
-
-        Example::
-
-            >>> Schedule("1F1B", 2, None, None, "MeshStrategy").parts_of(6)
-            3
-
-        """
-        return math.ceil(samples / math.ceil(samples / self.micro_batches))
 
     def idle_share(self, parts: int) -> float | None:
         """Return the part of a step in which a process waits for others, if all stages take the same time.
