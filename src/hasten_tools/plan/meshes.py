@@ -90,9 +90,8 @@ def sizes_of(mesh: Mapping[str, Size] | Sequence[Size], devices: int, nodes: int
     try:
         return MeshSizes.of(axes, num_nodes=nodes, per_node=devices // nodes, expert=int(asked.get("expert", 1)))
     except ValueError:
-        named = isinstance(mesh, Mapping)
-        sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items()) if named else ",".join(map(str, mesh))
-        raise wrong_sizes(f"The mesh {sizes} is not one of {devices:,} devices.", asked, devices) from None
+        words = [f"{axis}={size}" for axis, size in mesh.items()] if isinstance(mesh, Mapping) else map(str, mesh)
+        raise wrong_sizes(f"The mesh {','.join(words)} is not one of {devices:,} devices.", asked, devices) from None
 
 
 def wrong_sizes(problem: str | Exception, asked: Mapping[str, Size], devices: int) -> ValueError:

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -273,8 +273,8 @@ class _MeshSearch:
         one, line = self.found.get(sizes), self._variants.line_of(sizes)
         if one is None:
             return PlannedMesh(**asdict(sizes), line=line, reason=self.reasons.get(sizes, ""))
-        times = one.seconds(self._speeds), one.computing_seconds(self._speeds)
-        return PlannedMesh(*astuple(sizes), line, one, *times)
+        seconds, computing = one.seconds(self._speeds), one.computing_seconds(self._speeds)
+        return PlannedMesh(**asdict(sizes), line=line, measured=one, seconds=seconds, computing=computing)
 
     def _cannot_win(self, sizes: MeshSizes) -> str:
         """Return why a pipeline is not worth a plan, "" if it is: it waits longer than the best mesh so far sends."""
