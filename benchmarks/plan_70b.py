@@ -99,23 +99,23 @@ class Llama(L.LightningModule):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.net: nn.Sequential | None = None
-        # The embedding, and the head after the last norm.
-        self.tp_plan = {"net.0": "embedding_rowwise", f"net.{shape.layers + 2}": "colwise_gather_output"}
+        self.blocks: nn.Sequential | None = None
+        self.tp_plan = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 
     def configure_model(self) -> None:
         """Make the layers where the strategy wants them."""
-        if self.net is None:
+        if self.blocks is None:
             shape = self.shape
-            blocks = [self.block(shape) for _ in range(shape.layers)]
-            head = nn.Linear(shape.width, shape.words, bias=False)
-            self.net = nn.Sequential(nn.Embedding(shape.words, shape.width), *blocks, nn.RMSNorm(shape.width), head)
+            self.embedding = nn.Embedding(shape.words, shape.width)
+            self.blocks = nn.Sequential(*(self.block(shape) for _ in range(shape.layers)))
+            self.norm, self.head = nn.RMSNorm(shape.width), nn.Linear(shape.width, shape.words, bias=False)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of the next tokens."""
-        assert self.net is not None
+        assert self.blocks is not None
         tokens, following = batch
-        return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), following.flatten())
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW."""
