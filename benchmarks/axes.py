@@ -2,6 +2,7 @@
 
     python benchmarks/axes.py                  # meshes of 2, 4 and 8 processes on this machine's CPU
     python benchmarks/axes.py --processes 4
+    python benchmarks/axes.py --processes 8 --expert 2 4 8 --json benchmarks/results/axes.json
 
 Each mesh trains a small decoder for ten steps in float64, with accumulation and clipping, and one process trains it on
 the same batches. With ``expert``, each of its blocks has a mixture of eight experts, too. The table has the largest
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -39,27 +41,49 @@ def main() -> int:
     """Print the table; return 1 if a mesh trains something else."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--json", type=Path, help="write the table to this file")
+    parser.add_argument("--expert", type=int, nargs="+", help="only meshes of which this is a size of the axis expert")
+    parser.add_argument("--json", type=Path, help="write the table to this file, whose other rows stay")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print("processes replicate  shard tensor context pipeline expert      loss grad_norm    weight")
     for processes in options.processes:
-        for row in measured(processes):
+        for row in measured(processes, options.expert):
             sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6, 7, 8, 6), strict=True))
             differences = " ".join(f"{row[name]:>9.1e}" for name in ("loss", "grad_norm", "weight"))
             print(f"{processes:>9} {sizes} {differences}", flush=True)
             rows.append(row)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            if options.json:
+                write(options.json, rows)
     return int(any(row["weight"] > 1e-9 for row in rows))
 
 
-def measured(processes: int) -> list[dict[str, Any]]:
-    """Return the differences for all meshes of a number of processes, which torchrun starts."""
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a file, in the place of those of the same meshes."""
+    new = [row["mesh"] for row in rows]
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    every = [row for row in earlier if row["mesh"] not in new] + rows
+    every.sort(key=lambda row: (math.prod(row["mesh"][:5]), row["mesh"][5] > 1))
+    file.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(processes: int, expert: list[int] | None) -> Iterator[dict[str, Any]]:
+    """Yield the differences for all meshes of a number of processes, which torchrun starts.
+
+    Args:
+        processes: the number.
+        expert: only meshes with one of these sizes of the axis; None for all.
+
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", __file__]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    command += map(str, expert or ())
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, command)
 
 
 def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int, int]]:
@@ -72,28 +96,31 @@ def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int, int]]:
                 yield replicate, shard, tensor, context, pipeline, expert
 
 
-def compare() -> None:
-    """Train on each mesh and on one process, in each process of torchrun; the first one prints a line of JSON each."""
+def compare(expert: list[int]) -> None:
+    """Train on each mesh and on one process, in each process of torchrun; the first one prints a line of JSON each.
+
+    Args:
+        expert: only meshes with one of these sizes of the axis; empty for all.
+
+    """
     processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    rows = []
     references: dict[tuple[int, bool], Decoder] = {}
     for sizes in meshes(processes):
+        if expert and sizes[5] not in expert:
+            continue
         kind = max(BLOCKS, sizes[4]), sizes[5] > 1
         strategy = MeshStrategy(*sizes, plan=PLAN if sizes[2] > 1 else None)
         found = train(processes, strategy, BATCH // (sizes[0] * sizes[1]), *kind)
         if kind not in references:
             references[kind] = train(1, "auto", BATCH, *kind)
         alone = references[kind]
-        rows.append(
-            {
-                "mesh": sizes,
-                "loss": largest(found.losses, alone.losses),
-                "grad_norm": largest(found.norms, alone.norms),
-                "weight": found.largest_difference(alone),
-            }
-        )
-    if rank == 0:
-        for row in rows:
+        row = {
+            "mesh": sizes,
+            "loss": largest(found.losses, alone.losses),
+            "grad_norm": largest(found.norms, alone.norms),
+            "weight": found.largest_difference(alone),
+        }
+        if rank == 0:
             print(json.dumps(row), flush=True)
 
 
@@ -193,6 +220,6 @@ def train(devices: int, strategy: Any, batch_size: int, blocks: int, mixture: bo
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        compare()
+        compare(list(map(int, sys.argv[1:])))
     else:
         sys.exit(main())

@@ -5,7 +5,7 @@
 
 It is made in ``configure_model``, so that it takes no memory here. Its modules name the layers that ``plan="auto"``
 splits (``tp_plan``). Of the program's own options, ``--size`` chooses the shapes of a Llama of 1, 8 or 70 billion
-parameters, ``--layers`` and ``--tokens`` change their number, and ``--memory`` recomputes activations.
+parameters, ``--layers``, ``--tokens`` and ``--batch`` change their number, and ``--memory`` recomputes activations.
 """
 
 from __future__ import annotations
@@ -99,23 +99,23 @@ class Llama(L.LightningModule):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.net: nn.Sequential | None = None
-        # The embedding, and the head after the last norm.
-        self.tp_plan = {"net.0": "embedding_rowwise", f"net.{shape.layers + 2}": "colwise_gather_output"}
+        self.blocks: nn.Sequential | None = None
+        self.tp_plan = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 
     def configure_model(self) -> None:
         """Make the layers where the strategy wants them."""
-        if self.net is None:
+        if self.blocks is None:
             shape = self.shape
-            blocks = [self.block(shape) for _ in range(shape.layers)]
-            head = nn.Linear(shape.width, shape.words, bias=False)
-            self.net = nn.Sequential(nn.Embedding(shape.words, shape.width), *blocks, nn.RMSNorm(shape.width), head)
+            self.embedding = nn.Embedding(shape.words, shape.width)
+            self.blocks = nn.Sequential(*(self.block(shape) for _ in range(shape.layers)))
+            self.norm, self.head = nn.RMSNorm(shape.width), nn.Linear(shape.width, shape.words, bias=False)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of the next tokens."""
-        assert self.net is not None
+        assert self.blocks is not None
         tokens, following = batch
-        return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), following.flatten())
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW."""
@@ -142,6 +142,7 @@ def fit(module: type[Llama], sizes: dict[str, Shape], default: str) -> None:
     parser.add_argument("--size", choices=sizes, default=default)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--memory", default=None)
     given = parser.parse_args()
     shape = sizes[given.size]
@@ -150,7 +151,7 @@ def fit(module: type[Llama], sizes: dict[str, Shape], default: str) -> None:
     trainer = L.Trainer(
         max_steps=10, precision="bf16-mixed", strategy="fsdp2", gradient_clip_val=1.0, memory=given.memory
     )
-    trainer.fit(module(shape), DataLoader(Tokens(given.tokens), batch_size=1))
+    trainer.fit(module(shape), DataLoader(Tokens(given.tokens), batch_size=given.batch))
 
 
 if __name__ == "__main__":

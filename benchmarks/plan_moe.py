@@ -1,11 +1,11 @@
 """A mixture of experts with the shapes of Mixtral 8x22B (141 billion parameters), for ``hasten plan``.
 
-    hasten plan --devices 1024 --memory 80GB --mesh 16,64,1 benchmarks/plan_moe.py --memory full
+    hasten plan --devices 1024 --memory 80GB --mesh replicate=16,expert=8 benchmarks/plan_moe.py --memory full
     hasten plan --devices 1024 --memory 80GB --mesh auto benchmarks/plan_moe.py --memory full
 
 Each token goes to two of the eight experts of a block. An expert takes at most ``CAPACITY`` times its share of the
-tokens, so all shapes are known without values, as a plan needs it; tokens beyond that pass by. Of the program's own
-options, ``--layers`` and ``--tokens`` make it smaller, and ``--memory`` recomputes activations.
+tokens, so all shapes are known without values, as a plan needs it; tokens beyond that pass by. The program's own
+options are those of ``plan_70b.py``.
 """
 
 from __future__ import annotations
@@ -22,49 +22,55 @@ SIZES = {"8x22b": Shape(6144, 48, 8, 16_384, 56, 32_768)}
 EXPERTS, CHOSEN, CAPACITY = 8, 2, 1.25
 
 
-class Expert(nn.Module):
-    """A gated feed-forward part."""
-
-    tp_plan: ClassVar[dict[str, str]] = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+class Experts(nn.Module):
+    """The gated feed-forward parts of all experts."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        width, hidden = shape.width, shape.hidden
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.num_experts = EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * shape.hidden, shape.width))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, shape.width, shape.hidden))
+        self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (tokens, width) from the same."""
-        computed: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return computed
+    def reset_parameters(self) -> None:
+        """Draw the values that the matrices begin with."""
+        for matrices in self.parameters():
+            nn.init.normal_(matrices, std=0.02)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return (tokens, width) from tokens of the same shape, their experts and the weights of these, (tokens, k)."""
+        count, choices, expert = self.num_experts, chosen.shape[-1], chosen.flatten()
+        capacity = math.ceil(CAPACITY * len(expert) / count)
+        # The place of each token in its expert's queue.
+        is_for = expert[:, None] == torch.arange(count, device=expert.device)
+        place = (is_for.long().cumsum(0) - 1).gather(1, expert[:, None]).squeeze(1)
+        # Tokens without a place have the last row, which no expert sees.
+        last = count * capacity
+        row = torch.where(place < capacity, expert * capacity + place, last)
+        queued = hidden.new_zeros(last + 1, hidden.shape[1]).index_copy(0, row, hidden.repeat_interleave(choices, 0))
+        gate, up = (queued[:last].unflatten(0, (count, capacity)) @ self.gate_up_proj.mT).chunk(2, dim=-1)
+        computed = ((nn.functional.silu(gate) * up) @ self.down_proj.mT).flatten(0, 1)
+        computed = torch.cat((computed, computed.new_zeros(1, hidden.shape[1])))
+        added = computed[row] * weights.flatten()[:, None].to(computed.dtype)
+        return added.unflatten(0, (-1, choices)).sum(1)
 
 
 class Mixture(nn.Module):
     """Experts, of which a router chooses some for each token."""
 
+    tp_plan: ClassVar[dict[str, str]] = {"experts": "moe_tp_experts"}
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.router = nn.Linear(shape.width, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert(shape) for _ in range(EXPERTS))
+        self.experts = Experts(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, width) from the same."""
         tokens = x.flatten(0, 1)
         shares, chosen = self.router(tokens).softmax(-1).topk(CHOSEN, dim=-1)
-        capacity = math.ceil(CAPACITY * CHOSEN * len(tokens) / EXPERTS)
-        expert = chosen.flatten()
-        # The place of each token in its expert's queue.
-        is_for = expert[:, None] == torch.arange(EXPERTS, device=x.device)
-        place = (is_for.long().cumsum(0) - 1).gather(1, expert[:, None]).squeeze(1)
-        # Tokens without a place have the last row, which no expert sees.
-        last = EXPERTS * capacity
-        row = torch.where(place < capacity, expert * capacity + place, last)
-        queued = tokens.new_zeros(last + 1, tokens.shape[1]).index_copy(0, row, tokens.repeat_interleave(CHOSEN, dim=0))
-        parts = queued[:last].unflatten(0, (EXPERTS, capacity)).unbind()
-        computed = [one(part) for one, part in zip(self.experts, parts, strict=True)]
-        computed.append(computed[0].new_zeros(1, tokens.shape[1]))
-        added = torch.cat(computed)[row] * shares.flatten()[:, None].to(computed[0].dtype)
-        return added.unflatten(0, (-1, CHOSEN)).sum(1).unflatten(0, x.shape[:2])
+        mixed: Tensor = self.experts(tokens, chosen, shares).unflatten(0, x.shape[:2])
+        return mixed
 
 
 class Block(nn.Module):

@@ -4,8 +4,9 @@
     python benchmarks/scaling.py --only 70 --json benchmarks/results/scaling.json
 
 Each row has the number of GPUs, the size of the model, the length of a sequence, the line to write and the memory of a
-GPU. The models are the transformers of ``plan_70b.py`` and ``plan_moe.py``, with batches of one sequence. The script
-fails where the plan of a line does not fit into GPUs of 80 GB, or the page has another figure.
+GPU. The models are the transformers of ``plan_70b.py`` and ``plan_moe.py``, with batches of one sequence, or of one for
+each micro-batch of a pipeline. The script fails where the plan of a line does not fit into GPUs of 80 GB, or the page
+has another figure.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def planned(row: Row) -> Any:
         module: plan_70b.Llama = plan_moe.Mixtral(plan_moe.SIZES[row.key])
     else:
         module = plan_70b.Llama(plan_70b.SIZES[row.key])
-    loader = DataLoader(plan_70b.Tokens(row.tokens), batch_size=1)
+    pipeline = getattr(strategy, "pipeline", None)
+    samples = 1 if pipeline is None else pipeline.schedule.micro_batches
+    loader = DataLoader(plan_70b.Tokens(row.tokens), batch_size=samples)
     return plan_fit(
         trainer, module, loader, devices=row.gpus, num_nodes=nodes, strategy=strategy, memory_bytes=MEMORY_BYTES,
         budget_seconds=0.1,

@@ -16,13 +16,15 @@ import torch.distributed.tensor.parallel  # noqa: F401
 
 from hasten.strategies import MeshStrategy
 from tests.plan import on_two_processes
-from tests.plan.on_two_processes import SOON
+from tests.plan.on_two_processes import SOON, Mixture, Transformer
 
-# The sizes of replicate, shard, tensor, context and pipeline.
+# The sizes of replicate, shard, tensor, context, pipeline and expert.
 MESHES = {
     "2x2x1": (2, 2, 1), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2), "1x2x1x2": (1, 2, 1, 2), "1x1x1x4": (1, 1, 1, 4),
-    "1x2x1x1x2": (1, 2, 1, 1, 2), "1x1x2x1x2": (1, 1, 2, 1, 2),
+    "1x2x1x1x2": (1, 2, 1, 1, 2), "1x1x2x1x2": (1, 1, 2, 1, 2), "1x4x1x1x1x2": (1, 4, 1, 1, 1, 2),
+    "2x2x1x1x1x4": (2, 2, 1, 1, 1, 4), "1x2x2x1x1x2": (1, 2, 2, 1, 1, 2), "1x2x1x2x1x2": (1, 2, 1, 2, 1, 2),
 }  # fmt: skip
+MODULES = {name: Mixture if len(sizes) == 6 else Transformer for name, sizes in MESHES.items()}
 PROCESSES = 4
 # Processes of a machine, as which two processes of this one count.
 PER_MACHINE = 2
@@ -46,7 +48,7 @@ def one_process(rank: int, port: int, file: str, *names: str) -> None:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
     }
-    on_two_processes.main(file, strategies(names or MESHES), devices=PROCESSES, per_machine=PER_MACHINE)
+    on_two_processes.main(file, strategies(names or MESHES), PROCESSES, PER_MACHINE, MODULES)
 
 
 if __name__ == "__main__":

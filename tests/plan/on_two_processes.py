@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from hasten.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from hasten.strategies.mesh.stages import is_absent
 from hasten_tools.plan import Ledger
 
-WORDS, WIDTH, TOKENS, STEP = 300, 96, 40, 2
+WORDS, WIDTH, TOKENS = 300, 96, 40
+# The steps that are measured. What threads of gloo free late is not in all of them.
+STEPS = range(2, 6)
 SOON = timedelta(seconds=60)
 
 
@@ -36,14 +39,50 @@ class Transformer(L.LightningModule):
         self.blocks = nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, WORDS)
 
+    def hidden(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.blocks(self.embedding(batch))
+        return result
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits = self.head(self.blocks(self.embedding(batch)))
+        logits = self.head(self.hidden(batch))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class _Experts(nn.Module):
+    """Four experts, of which each gets as many tokens as the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / WIDTH)
+        self.down = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / WIDTH)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        rows = hidden.repeat_interleave(chosen.shape[-1], 0)[order].unflatten(0, (self.num_experts, -1))
+        found = ((rows @ self.up.mT).relu() @ self.down.mT).flatten(0, 1)
+        back = torch.zeros_like(found).index_copy(0, order, found)
+        return (back * weights.flatten()[:, None]).unflatten(0, chosen.shape).sum(1)
+
+
+class Mixture(Transformer):
+    """The same with experts after the blocks, to which tokens go in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 2), _Experts()
+
+    def hidden(self, batch: Tensor) -> Tensor:
+        x = super().hidden(batch)
+        rows = x.flatten(0, 1)
+        turns = torch.arange(2 * len(rows)).view(-1, 2) % self.experts.num_experts
+        mixed: Tensor = x + self.experts(rows, turns, self.router(rows).softmax(-1)).view(x.shape)
+        return mixed
 
 
 def strategies() -> dict[str, Any]:
@@ -62,11 +101,11 @@ def loader() -> DataLoader[Tensor]:
 
 def trainer(**given: Any) -> L.Trainer:
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(accelerator="cpu", max_steps=STEP + 1, gradient_clip_val=1.0, **off, **given)
+    return L.Trainer(accelerator="cpu", max_steps=STEPS.stop, gradient_clip_val=1.0, **off, **given)
 
 
 class _Watch(L.Callback):
-    """Counts what one step sends, and marks it for the profiler."""
+    """Counts what a step sends, and marks it for the profiler."""
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name, self.ledger = name, ledger
@@ -75,7 +114,7 @@ class _Watch(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == STEP:
+        if batch_idx in STEPS:
             self.ledger.restart()
             self.found["held"] = self.ledger.live
             self.mark = record_function(f"STEP {self.name}")
@@ -84,7 +123,7 @@ class _Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == STEP:
+        if batch_idx in STEPS:
             self.mark.__exit__(None, None, None)
             sent = {name: [one.calls, one.payload_bytes, one.ring_bytes] for name, one in self.ledger.sent.items()}
             links = {name: one.links() for name, one in self.ledger.sent.items()}
@@ -94,7 +133,13 @@ class _Watch(L.Callback):
             self.found |= {"sent": sent, "links": links, "shards": shards}
 
 
-def main(file: str, strategies: dict[str, Any], devices: int, per_machine: int | None = None) -> None:
+def main(
+    file: str,
+    strategies: dict[str, Any],
+    devices: int,
+    per_machine: int | None = None,
+    modules: Mapping[str, type[Transformer]] | None = None,
+) -> None:
     """Train under each strategy on ``devices`` processes, as if ``per_machine`` of them were on each machine."""
     found: dict[str, Any] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -103,7 +148,7 @@ def main(file: str, strategies: dict[str, Any], devices: int, per_machine: int |
             with Ledger(per_machine) as ledger:
                 watch = _Watch(name, ledger)
                 run = trainer(devices=devices, strategy=strategy, callbacks=[watch])
-                run.fit(Transformer(), loader())
+                run.fit((modules or {}).get(name, Transformer)(), loader())
             found[name] = watch.found
     if not run.is_global_zero:
         return
@@ -114,21 +159,21 @@ def main(file: str, strategies: dict[str, Any], devices: int, per_machine: int |
 
 
 def _growth(events: Any) -> dict[str, int]:
-    """Return how much more than at its start the allocator held in each step, which the ledger has no part in.
+    """Return the least that the allocator held in a step more than at its start, which the ledger has no part in.
 
     What was held before cannot be taken from the allocator: the threads of gloo free tensors, too, and are not seen.
     """
-    found: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     name, end, live = "", 0, 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         word, _, rest = event.name().partition(" ")
         if word == "STEP":
             name, end, live = rest, event.end_ns(), 0
-            found[name] = 0
+            found.setdefault(name, []).append(0)
         elif word == "[memory]" and event.start_ns() <= end:
             live += event.nbytes()
-            found[name] = max(found[name], live)
-    return found
+            found[name][-1] = max(found[name][-1], live)
+    return {name: min(steps) for name, steps in found.items()}
 
 
 if __name__ == "__main__":

@@ -18,12 +18,20 @@ from hasten.strategies.mesh.sizes import MeshSizes
 from hasten_tools.commands.plan import make_parser
 from hasten_tools.plan import plan_fit
 from hasten_tools.plan.ledger import Sent, Spread
-from hasten_tools.plan.meshes import candidates, expected_memory, line_of, to_plan
+from hasten_tools.plan.meshes import (
+    candidates,
+    expected_memory,
+    line_of,
+    processes_of,
+    sizes_of,
+    to_plan,
+    with_experts,
+)
 from hasten_tools.plan.planner import chosen_mesh
-from hasten_tools.plan.report import Bandwidth, FitPlan, Measured, parse_bandwidth
+from hasten_tools.plan.report import FitPlan, Measured, Speeds, parse_bandwidth
 from tests.plan import on_four_processes
-from tests.plan.on_four_processes import MESHES, PER_MACHINE, strategies
-from tests.plan.on_two_processes import Transformer, loader, trainer
+from tests.plan.on_four_processes import MESHES, MODULES, PER_MACHINE, strategies
+from tests.plan.on_two_processes import Mixture, Transformer, loader, trainer
 from tests.programs import fork_python
 from tests.refusals import refused
 
@@ -33,7 +41,7 @@ pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a
 # -- against real processes
 
 # The others differ from it in what the test of two processes compares. on_four_processes.py runs all of them.
-IN_SUITE = ("2x2x1", "1x2x1x1x2")
+IN_SUITE = ("2x2x1", "1x2x1x1x2", "1x2x1x2x1x2")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", IN_SUITE)
 def test_a_plan_equals_a_run_of_four_processes(name: str, real: dict[str, Any]) -> None:
     plan = plan_fit(
-        trainer(devices=1), Transformer(), loader(), devices=4, num_nodes=4 // PER_MACHINE,
+        trainer(devices=1), MODULES[name](), loader(), devices=4, num_nodes=4 // PER_MACHINE,
         strategy=strategies([name])[name], accelerator="cpu",
     )  # fmt: skip
     planned, found = plan.measured, real[name]
@@ -105,24 +113,29 @@ def test_links_of_a_plan() -> None:
 
 def test_seconds_are_those_of_the_slower_link() -> None:
     found = plan_fit(
-        trainer(devices=1), _Layers(), _rows(), devices=16, num_nodes=2, strategy="ddp", bandwidth=(400, 10)
+        trainer(devices=1), _Layers(), _rows(), devices=16, num_nodes=2, strategy="ddp", bandwidth=(400, 10), tflops=200
     )
     (parts,) = found.measured.links.values()
     within, between = (sum(part[end] for part in parts) for end in (0, 1))
     assert within == pytest.approx(7 * between, abs=8 * len(parts))
-    assert found.measured.seconds(Bandwidth(400, 10)) == pytest.approx(between / 10e9)
-    assert found.measured.seconds(Bandwidth(1, 10)) == pytest.approx(within / 1e9)
+    assert found.measured.seconds(Speeds(400, 10)) == pytest.approx(between / 10e9)
+    assert found.measured.seconds(Speeds(1, 10)) == pytest.approx(within / 1e9)
+    # Two layers of 64 x 256 for four rows, forward and backward; the first has no gradient of its input.
+    assert found.measured.flops == (2 + 3) * 2 * 4 * 64 * 256
+    assert found.measured.computing_seconds(Speeds(tflops=2)) == found.measured.flops / 2e12
     assert "exchanging takes about" in found.table()
-    assert "400 GB/s within a machine and 10 GB/s between machines" in found.table()
+    assert "400 GB/s within a machine and 10 GB/s between machines,\nand computes 200 TFLOP/s." in found.table()
 
 
 def test_bandwidths_are_two_positive_numbers() -> None:
-    assert parse_bandwidth("300,25") == Bandwidth(300, 25)
+    assert parse_bandwidth("300,25") == Speeds(300, 25)
     for wrong in ("300", "300,25,1", "fast,slow"):
         with refused(ValueError, "bandwidth", fix="write GB/s"):
             parse_bandwidth(wrong)
     with refused(ValueError, "bandwidth", fix="positive"):
         parse_bandwidth("300,0")
+    with refused(ValueError, "tflops", fix="positive"):
+        Speeds(tflops=0)
 
 
 # -- sizes
@@ -144,6 +157,7 @@ class _Layers(L.LightningModule):
 
 
 _PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+_NOT_COUNTED = "Latency is not counted, nor that a part of the exchange is hidden behind computation."
 
 
 def _rows() -> DataLoader[Tensor]:
@@ -159,16 +173,16 @@ def test_automatic_sizes_follow_the_number_of_devices() -> None:
 
 def test_sizes_that_do_not_fit_are_refused_with_sizes_that_do() -> None:
     strategy = MeshStrategy(replicate=2, shard=4, tensor=2, plan=_PLAN)
-    with refused(ValueError, "mesh", fix="--mesh 2,8,2", says="replicate=2, shard=4, tensor=2"):
+    with refused(ValueError, "mesh", fix="--mesh replicate=2,shard=8,tensor=2", says="replicate=2, shard=4, tensor=2"):
         plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, strategy=strategy)
     hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4))
-    with refused(ValueError, "mesh", fix="--mesh 2,16,1", says="device_mesh=(2, 4)"):
+    with refused(ValueError, "mesh", fix="--mesh replicate=2,shard=16", says="device_mesh=(2, 4)"):
         plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, strategy=hybrid)
-    with refused(ValueError, "mesh", fix="--mesh 2,16,1", says="32 devices"):
+    with refused(ValueError, "mesh", fix="--mesh replicate=2,shard=16", says="32 devices"):
         plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, mesh=(2, 4, 1))
     with refused(ValueError, "mesh", fix="three sizes"):
         plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, mesh=(2, 16))
-    with refused(ValueError, "mesh", fix="'auto' or three sizes"):
+    with refused(ValueError, "mesh", fix="'auto', sizes by name"):
         plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, mesh="best")  # type: ignore[arg-type]
 
 
@@ -199,25 +213,79 @@ def test_tp_is_short_for_a_mesh() -> None:
     assert found.mesh == {"replicate": 1, "shard": 4, "tensor": 2}
 
 
+def test_sizes_have_names() -> None:
+    own = MeshStrategy(plan=_PLAN, micro_batches=4, pipeline=2)
+    named = {"tensor": 2, "pipeline": 2}
+    assert sizes_of(named, 16, 2) == sizes_of((1, "auto", 2, 2), 16, 2) == MeshSizes(1, 4, 2, 1, 2)
+    assert line_of(MeshSizes(1, 4, 2, 1, 2), own).endswith("pipeline=2, plan=..., schedule='1F1B', micro_batches=4)")
+    assert processes_of({"shard": 2, "context": 4, "expert": 8}) == 8
+    assert processes_of({"context": 4}) is processes_of(None) is processes_of("auto") is None
+    with refused(ValueError, "mesh", fix="expert", says="experts"):
+        sizes_of({"experts": 4}, 16, 2)
+    with refused(ValueError, "expert", says="auto"):
+        sizes_of({"expert": "auto"}, 16, 2)
+    with refused(ValueError, "mesh", fix="--mesh shard=2,context=8", says="shard=4,context=8"):
+        sizes_of({"shard": 4, "context": 8}, 16, 2)
+
+
+# -- experts
+
+
+def test_fewer_experts_than_devices_are_sharded_by_their_features() -> None:
+    found = plan_fit(trainer(devices=1), Mixture(), loader(), devices=8, mesh={}).measured
+    assert found.shards["experts.up"] == (4, 2 * 96 // 8, 96)
+    assert found.shards["experts.down"] == (4, 96 // 8, 2 * 96)
+    # The router has fewer rows than there are devices, and two of them have one.
+    assert found.shards["router.weight"] == (1, 96)
+
+
+def test_experts_are_planned_with_equal_shares() -> None:
+    plan = plan_fit(trainer(devices=1), Mixture(), loader(), devices=16, num_nodes=2, mesh={"expert": 4})
+    found = plan.measured
+    # One of four experts, whose rows are divided over the groups of four.
+    assert found.shards["experts.up"] == (1, 2 * 96 // 4, 96)
+    # The tokens of six rows and their results, and the gradients of both; before, the numbers of tokens.
+    numbers, tokens = 4 * (1 + 1) * 8, 2 * 6 * 40 * 96 * 4
+    assert found.sent["all-to-all"][:2] == (5, numbers + 4 * tokens)
+    assert found.links["all-to-all"] == ((3 * (numbers // 4) + 3 * tokens, 0),)
+    assert "as many tokens as the others" in plan.table()
+
+
+def test_what_experts_do_not_go_with_is_refused() -> None:
+    def plan(mesh: dict[str, int]) -> None:
+        plan_fit(trainer(devices=1), Mixture(), loader(), devices=8, mesh=mesh)
+
+    with refused(ValueError, "expert", fix="Leave pipeline out, or expert"):
+        plan({"pipeline": 2, "expert": 2})
+    with refused(ValueError, "expert", fix="divisor of 8"):
+        plan({"expert": 3})
+    with refused(ValueError, "expert", says="Transformer has no experts"):
+        plan_fit(trainer(devices=1), Transformer(), loader(), devices=8, mesh={"expert": 2})
+
+
 # -- the best mesh
 
 
 def test_meshes_of_many_machines() -> None:
     meshes = candidates(1024, 128)
-    assert list(meshes) == [1, 2, 4, 8]
+    assert [(some[0].tensor, some[0].pipeline) for some in meshes] == [
+        *((1, 1), (2, 1), (4, 1), (8, 1)),
+        *((tensor, stages) for stages in (2, 4, 8, 16) for tensor in (1, 8)),
+    ]
     # First without copies, then with the most.
-    assert meshes[1][:3] == [MeshSizes(1, 1024, 1), MeshSizes(1024, 1, 1), MeshSizes(128, 8, 1)]
-    assert MeshSizes(2, 64, 8) in meshes[8]
-    found = [one for some in meshes.values() for one in some]
+    assert meshes[0][:3] == [MeshSizes(1, 1024, 1), MeshSizes(1024, 1, 1), MeshSizes(128, 8, 1)]
+    assert MeshSizes(2, 64, 8) in meshes[3]
+    found = [one for some in (*meshes, *with_experts(1024, 128, 64)) for one in some]
     assert all(one.processes == 1024 for one in found)
     assert len(set(found)) == len(found)
-    assert candidates(6, 1)[3] == [MeshSizes(1, 2, 3), MeshSizes(2, 1, 3)]
+    assert candidates(6, 1)[2] == [MeshSizes(1, 2, 3), MeshSizes(2, 1, 3)]
+    assert [some[0].expert for some in with_experts(1024, 128, 64)] == [64, 8, 4, 2]
 
 
 def test_the_mesh_with_the_most_copies_that_fit_is_planned_third() -> None:
     reasons: dict[MeshSizes, str] = {}
     found: dict[MeshSizes, Measured] = {}
-    asked = to_plan(1024, 128, 60e9, found, reasons)
+    asked = to_plan(1024, 128, 60e9, found, reasons, lambda one: "too slow" if one.pipeline > 1 else "")
     first, split = next(asked), next(asked)
     assert (first, split) == (MeshSizes(1, 1024, 1), MeshSizes(1, 128, 8))
     # 20 GB, of which 1 GB are shards: 1/16 of the shards take 16 GB more.
@@ -226,11 +294,21 @@ def test_the_mesh_with_the_most_copies_that_fit_is_planned_third() -> None:
     found[first] = replace(measured, peak=20 * 10**9, peak_parts=parts, mesh={"shard": 1024})
     assert next(asked) == MeshSizes(32, 32, 1)
     assert MeshSizes(64, 16, 1) in reasons
-    # Layers cannot be split over eight.
+    # Layers cannot be split over eight, and stages need more time.
     reasons[split] = "no plan"
-    assert [next(asked).tensor for _ in range(3)] == [2, 4, 1]
-    assert {one.tensor for one in asked} == {1, 2, 4}
+    assert [next(asked).tensor for _ in range(2)] == [2, 4]
+    # It has experts.
+    found[first] = replace(found[first], experts=8)
+    assert [next(asked).expert for _ in range(3)] == [8, 4, 2]
+    assert {(one.tensor, one.expert, one.pipeline) for one in asked} == {
+        *((tensor, 1, 1) for tensor in (1, 2, 4)), *((1, expert, 1) for expert in (2, 4, 8)),
+    }  # fmt: skip
     assert reasons[MeshSizes(2, 64, 8)] == "no plan"
+    assert reasons[MeshSizes(1, 512, 1, 1, 2)] == "too slow"
+
+
+# TFLOP/s with which no pipeline is worth its idle time.
+_SLOW = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +317,7 @@ def best() -> FitPlan:
     whole = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, mesh=(4, 1, 1)).measured
     return plan_fit(
         trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, strategy=MeshStrategy(plan=_PLAN), mesh="auto",
-        memory_bytes=int(whole.peak / 0.9) - 1000, budget_seconds=600,
+        memory_bytes=int(whole.peak / 0.9) - 1000, budget_seconds=600, tflops=_SLOW,
     )  # fmt: skip
 
 
@@ -247,7 +325,7 @@ def test_the_best_mesh_fits_and_exchanges_least(best: FitPlan) -> None:
     assert best.fits is True
     first = best.meshes[0]
     assert first.measured == best.measured
-    assert len(best.meshes) == sum(map(len, candidates(4, 2).values()))
+    assert len(best.meshes) == sum(map(len, candidates(4, 2)))
     fitting = [one for one in best.meshes if one.measured is not None and one.measured.fits(best.memory)]
     assert [one.seconds_for_all for one in fitting] == sorted(one.seconds_for_all for one in fitting)
     assert list(best.meshes[: len(fitting)]) == fitting
@@ -261,10 +339,12 @@ def test_the_best_mesh_fits_and_exchanges_least(best: FitPlan) -> None:
 def test_the_table_of_meshes(best: FitPlan) -> None:
     text = best.table()
     assert f"strategy={best.meshes[0].line}\n" in text
-    assert "450 GB/s within a machine and 50 GB/s between machines (NVLink of an H100" in text
+    assert "450 GB/s within a machine and 50 GB/s between machines,\nand computes 1e-06 TFLOP/s." in text
+    assert Speeds().text().endswith("400 TFLOP/s (NVLink, InfiniBand and 40% of the peak of an H100).\n" + _NOT_COUNTED)
+    assert "20% idle costs more than others exchange." in text
     assert "for 4 batches" in text
     content = json.loads(best.to_json())
-    assert content["bandwidth"] == {"within": 450.0, "between": 50.0}
+    assert content["bandwidth"] == {"within": 450.0, "between": 50.0, "tflops": _SLOW}
     assert content["meshes"][0]["seconds"] == content["seconds"]
 
 
@@ -275,9 +355,9 @@ def test_memory_on_fewer_shards_is_expected_from_a_plan(best: FitPlan) -> None:
 
 
 def test_layers_that_cannot_be_split_have_the_reason() -> None:
-    plan = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, mesh="auto")
+    plan = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, mesh="auto", tflops=_SLOW)
     assert plan.measured.tensor_parallel == 1
-    reasons = {one.reason for one in plan.meshes if one.tensor == 2}
+    reasons = {one.reason for one in plan.meshes if one.tensor == 2 and one.pipeline == 1}
     assert len(reasons) == 1
     assert "has no plan" in reasons.pop()
     assert "meshes are not planned, such as" in plan.table()
@@ -290,6 +370,29 @@ def test_no_mesh_is_begun_after_the_time() -> None:
     late = [one for one in plan.meshes if one.measured is None]
     assert len(late) > 10
     assert {one.reason for one in late} == {"the time is over (--budget)"}
+
+
+class _Wide(_Layers):
+    """Two blocks whose activations are much larger than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(2)))
+
+
+def test_a_pipeline_is_proposed_where_no_other_mesh_fits() -> None:
+    rows = DataLoader(torch.randn(8192, 64), batch_size=2048)  # type: ignore[arg-type]
+    whole = plan_fit(trainer(devices=1), _Wide(), rows, devices=2, mesh=(2, 1, 1)).measured
+    plan = plan_fit(
+        trainer(devices=1), _Wide(), rows, devices=2, mesh="auto", memory_bytes=whole.peak // 2, tflops=_SLOW
+    )
+    assert plan.fits is True
+    assert plan.meshes[0].line == "MeshStrategy(shard=1, pipeline=2)"
+    assert [one.measured.fits(plan.memory) for one in plan.meshes if one.measured] == [True, False]
+    # Four micro-batches, and what they compute while others wait.
+    assert plan.measured.idle == 0.2
+    assert plan.meshes[0].computing == plan.measured.flops / (_SLOW * 1e12) / 0.8
+    assert "(20% idle)" in plan.table()
 
 
 # -- models of many equal blocks
@@ -332,10 +435,12 @@ def test_a_plan_of_many_blocks_is_estimated_from_a_few() -> None:
     def planned(**options: Any) -> FitPlan:
         return plan_fit(trainer(devices=1, memory="full"), _Blocks(), _rows(), devices=2, strategy=own, **options)
 
-    found = planned(mesh="auto", budget_seconds=600)
+    found = planned(mesh="auto", budget_seconds=600, tflops=_SLOW)
     assert found.measured.blocks == 0
     assert "the others with at most 6 of the 10 blocks" in found.table()
     for one in found.meshes[1:]:
+        if one.pipeline > 1:
+            continue
         assert one.measured is not None
         assert (one.measured.kept, one.measured.blocks) == (6, 10)
         whole = planned(mesh=(one.replicate, one.shard, one.tensor)).measured
@@ -345,7 +450,9 @@ def test_a_plan_of_many_blocks_is_estimated_from_a_few() -> None:
 
 
 def test_blocks_that_cannot_be_left_out_are_all_planned() -> None:
-    plan = plan_fit(trainer(devices=1), _Blocks(in_pairs=True), _rows(), devices=2, mesh="auto", budget_seconds=600)
+    plan = plan_fit(
+        trainer(devices=1), _Blocks(in_pairs=True), _rows(), devices=2, mesh="auto", budget_seconds=600, tflops=_SLOW
+    )
     assert {one.measured.blocks for one in plan.meshes if one.measured} == {0}
 
 
@@ -361,7 +468,7 @@ def test_the_command_plans_a_mesh_of_the_program(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     file = tmp_path / "plan.json"
-    words = ("--mesh", "2,4,2", "--json", file, program)
+    words = ("--mesh", "replicate=2,shard=4,tensor=2", "--json", file, program)
     ended = fork_python("-m", "hasten", "plan", *words, cwd=tmp_path)
     assert "Transformer on 16 devices of 2 machines\nstrategy 'mesh', layers split over 2" in ended.stdout, ended.stderr
     assert "replicate=2, shard=4, tensor=2" in ended.stdout
@@ -369,7 +476,11 @@ def test_the_command_plans_a_mesh_of_the_program(tmp_path: Path) -> None:
 
 
 def test_the_command_wants_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, said in ((("--mesh", "2,4,x"), "write sizes such as"), (("--bandwidth", "450"), "write GB/s")):
+    assert make_parser().parse(["--mesh", "2,auto,2", "program.py"]).mesh == (2, "auto", 2)
+    for options, said in (
+        *((("--mesh", text), "write sizes such as") for text in ("2,4,x", "shard=2,4", "shard=2,shard=4", "shard=")),
+        (("--bandwidth", "450"), "write GB/s"),
+    ):
         with pytest.raises(SystemExit) as ended:
             make_parser().parse([*options, "program.py"])
         assert ended.value.code == 2

@@ -8,6 +8,7 @@ AMD's data sheets of the Instinct series.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import TYPE_CHECKING, Any
@@ -187,9 +188,14 @@ def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
         # Two products for each of forward's; computing the scores again does not count.
         return 2 * int(sdpa_flop_count(q, k, v))
 
+    def grouped(rows: Any, matrices: Any, *args: object, **kwargs: object) -> int:
+        # Products of experts: rows in groups with a matrix each, or groups of columns with groups of rows.
+        return int(2 * math.prod(rows) * matrices[-1])
+
     # torch has formulas for the kernels of other devices only.
     aten = torch.ops.aten
     formulas = {
+        aten._grouped_mm: grouped,
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }

@@ -192,8 +192,7 @@ class WholeExperts(_ByExpert):
         rows, choices = hidden.reshape(-1, hidden.shape[-1]), chosen.shape[-1]
         with _only_own(module, mesh) as local:
             index = chosen.reshape(-1) - mesh.get_local_rank() * local
-            # Reads the number of these pairs from the device: the only such read of the layer.
-            pairs = ((index >= 0) & (index < local)).nonzero().squeeze(1)
+            pairs = self.own_pairs((index >= 0) & (index < local), mesh.size())
             share = weights.reshape(-1)
             if not len(pairs):
                 # Other processes wait for the backward of each input: one pair that counts nothing.
@@ -202,6 +201,14 @@ class WholeExperts(_ByExpert):
         # Each pair has a place of its own, so the order of additions is the same in every run.
         everything = found.new_zeros(len(rows) * choices, rows.shape[-1]).index_copy(0, pairs, found)
         return _added_up(everything.view(len(rows), choices, -1).sum(1).view(hidden.shape), mesh)
+
+    def own_pairs(self, is_own: Tensor, size: int) -> Tensor:
+        """Return the places of the pairs of a token and an expert that this process, one of ``size``, computes.
+
+        This reads their number from the device: the only such read of the layer. A plan, which has no values, puts an
+        equal share in its place.
+        """
+        return is_own.nonzero().squeeze(1)
 
 
 class ExchangedExperts(_ByExpert):
@@ -246,15 +253,17 @@ class ExchangedExperts(_ByExpert):
         rows = hidden.flatten(0, -2)
         group, size, choices = mesh.get_group(), mesh.size(), chosen.shape[-1]
         with _only_own(module, mesh) as local:
-            order = chosen.flatten().argsort(stable=True)
-            counts = torch.bincount(chosen.flatten(), minlength=size * local).view(size, local)
+            experts, order = chosen.flatten().sort(stable=True)
+            every = torch.arange(size * local + 1, dtype=experts.dtype, device=experts.device)
+            # Not ``bincount``, which reads its highest number from the device.
+            counts = torch.searchsorted(experts, every).diff().view(size, local)
             # A process without tokens learns from the others how wide they are, and of which type.
             width, kind = rows.shape[-1], _TYPES.index(rows.dtype)
-            sends = nn.functional.pad(counts, (0, 1), value=width * len(_TYPES) + kind)
+            form = width * len(_TYPES) + kind
+            sends = nn.functional.pad(counts, (0, 1), value=form)
             gets = all_to_all(sends, group)
-            # The only read from the device.
-            sent, received, kinds = torch.stack((sends[:, :-1].sum(1), gets[:, :-1].sum(1), gets[:, -1])).tolist()
-            total, (width, kind) = sum(received), divmod(max(kinds), len(_TYPES))
+            sent, received, form = self.shares(sends, gets, len(order), form)
+            total, (width, kind) = sum(received), divmod(form, len(_TYPES))
             if not width:
                 return hidden
             if not rows.shape[-1]:
@@ -275,6 +284,15 @@ class ExchangedExperts(_ByExpert):
         weights = weights.reshape(*hidden.shape[:-1], choices)
         weighted: Tensor = everything.unflatten(0, weights.shape) * weights.unsqueeze(-1)
         return weighted.sum(-2).to(back.dtype)
+
+    def shares(self, sends: Tensor, gets: Tensor, pairs: int, form: int) -> tuple[list[int], list[int], int]:
+        """Return how many tokens go to each process, how many come from each, and what they look like.
+
+        This is the only read from the device. A plan, which has no values, puts equal shares in its place: of ``pairs``
+        of a token and one of its experts, and of tokens that look as those of this process do.
+        """
+        sent, received, forms = torch.stack((sends[:, :-1].sum(1), gets[:, :-1].sum(1), gets[:, -1])).tolist()
+        return sent, received, max(forms)
 
     def _scaled(self, gradient: Tensor) -> Tensor:
         return gradient * self._scale
@@ -303,7 +321,7 @@ def divide_experts(
 
     """
     size, style = mesh.size(), ExchangedExperts(alike, scale)
-    found = {name: part for name, part in model.named_modules() if _holds_experts(part)}
+    found = {name: part for name, part in model.named_modules() if holds_experts(part)}
     if not found:
         raise MisconfigurationException(
             f"{owner}(expert={size}): {type(model).__name__} has no experts: no module with num_experts, matrices of "
@@ -331,7 +349,8 @@ def sends_tokens(module: nn.Module) -> bool:
     return isinstance(forward, _DividedForward) and forward.style.sends_tokens
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether a module holds the matrices of experts, in the form that ``divide_experts`` divides."""
     if not isinstance(getattr(module, "num_experts", None), int):
         return False
     has_matrices = any(each.ndim == 3 for each in module.parameters(recurse=False))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +14,8 @@ from hasten.commands.parser import Option, Parser, positive, whole
 from hasten_lightning.commands import run
 
 if TYPE_CHECKING:
-    from hasten_tools.plan.report import Bandwidth
+    from hasten_tools.plan.meshes import Mesh
+    from hasten_tools.plan.report import Speeds
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     question = Question(
         devices=given.devices, nodes=given.nodes, strategy=given.strategy, tensor_parallel=given.tp,
         precision=given.precision, memory=given.memory, accelerator=given.accelerator, budget_seconds=given.budget,
-        mesh=given.mesh, bandwidth=given.bandwidth,
+        mesh=given.mesh, speeds=_speeds(given.bandwidth, given.tflops),
     )  # fmt: skip
     try:
         if given.json is not None:
@@ -54,19 +57,20 @@ def _size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
-def _mesh(text: str) -> tuple[int | Literal["auto"], ...] | Literal["auto"]:
+def _mesh(text: str) -> Mesh:
     if text == "auto":
         return "auto"
-    sizes: list[int | Literal["auto"]] = []
-    for word in text.split(","):
-        if word != "auto" and not (word.isdecimal() and int(word) > 0):
-            example = "2,64,8 for replicate=2, shard=64, tensor=8, or four with pipeline"
-            raise ArgumentTypeError(f"{text!r}: write sizes such as {example}.")
-        sizes.append("auto" if word == "auto" else int(word))
-    return tuple(sizes)
+    words = [word.rpartition("=") for word in text.split(",")]
+    names = [axis for axis, _, _ in words if axis]
+    size = r"(auto|[1-9]\d*)"
+    if not re.fullmatch(rf"{size}(,{size})*|\w+={size}(,\w+={size})*", text) or len(set(names)) < len(names):
+        example = "shard=64,tensor=8, or 2,64,8 for replicate, shard and tensor"
+        raise ArgumentTypeError(f"{text!r}: write sizes such as {example}.")
+    sizes: list[int | Literal["auto"]] = ["auto" if one == "auto" else int(one) for _, _, one in words]
+    return dict(zip(names, sizes, strict=True)) if names else tuple(sizes)
 
 
-def _bandwidth(text: str) -> Bandwidth:
+def _bandwidth(text: str) -> Speeds:
     from hasten_tools.plan.report import parse_bandwidth
 
     try:
@@ -75,16 +79,22 @@ def _bandwidth(text: str) -> Bandwidth:
         raise ArgumentTypeError(str(error)) from None
 
 
+def _speeds(bandwidth: Speeds | None, tflops: float | None) -> Speeds | None:
+    from hasten_tools.plan.report import Speeds
+
+    return bandwidth if tflops is None else replace(bandwidth or Speeds(), tflops=tflops)
+
+
 _OPTIONS: list[Option] = [
     ("--devices", "N", whole(1), "the number of devices in all; default: those of the program, or 8 a machine"),
     ("--nodes", "N", whole(1), "the number of machines; default: the program's, or with --devices machines of 8"),
     ("--strategy", "NAME", str, "as for Trainer(strategy=...); default: that of the program"),
     (
         "--mesh",
-        "R,S,T",
+        "SIZES",
         _mesh,
-        "plan with MeshStrategy(replicate=R, shard=S, tensor=T), and pipeline=P for R,S,T,P; auto: find the sizes with "
-        "the shortest exchange",
+        "plan with a MeshStrategy: its sizes by name, as shard=64,tensor=8,expert=2, or R,S,T for replicate, shard and "
+        "tensor; auto: find the fastest",
     ),
     ("--tp", "N", whole(1), "split layers over N processes: the same as --mesh 1,auto,N"),
     ("--precision", "NAME", str, "as for Trainer(precision=...); default: that of the program"),
@@ -96,6 +106,12 @@ _OPTIONS: list[Option] = [
         "WITHIN,BETWEEN",
         _bandwidth,
         "GB/s of a device within and between machines, to estimate seconds; with --mesh auto 450,50 by default",
+    ),
+    (
+        "--tflops",
+        "T",
+        positive,
+        "TFLOP/s of a device in training, to estimate seconds; with --mesh auto 400",
     ),
     ("--json", "FILE", Path, "write everything found"),
 ]

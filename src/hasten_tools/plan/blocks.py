@@ -21,45 +21,48 @@ FEW, MORE = 4, 6
 _GROWTH = 1.0005
 
 
-def leave_out(module: nn.Module, kept: int, ledger: Ledger) -> int:
+def leave_out(module: nn.Module, kept: int, ledger: Ledger, stages: Mapping[str, int], stage: int) -> int:
     """Leave out all but some of the equal blocks of a module, in place, and count the backward of each block kept.
 
     Args:
         module: the user's module, before it is divided. Names of its parts do not change.
         kept: how many blocks to keep of each row of equal ones; even.
         ledger: counts the memory.
+        stages: the stage of a pipeline that has each block, by name; each keeps as many. Empty without a pipeline.
+        stage: one of this process; 0 without a pipeline.
 
     Returns:
-        the number of blocks in a row; 0 if nothing was left out: there are few blocks, or rows of different lengths.
+        the number of blocks in a row of the stage; 0 if nothing was left out: there are few blocks, or rows of
+        different lengths.
 
     """
-    rows = _rows_of_equal_blocks(module)
-    lengths = {len(names) for _, names in rows}
-    if len(lengths) != 1 or min(lengths) < 2 * FEW:
+    rows = _rows_of_equal_blocks(module, stages)
+    lengths = {len(names) for _, names, of in rows if of == stage}
+    if len(lengths) != 1 or min(len(names) for _, names, _ in rows) < 2 * FEW:
         return 0
     ledger.growth = _GROWTH
-    (length,) = lengths
-    for parent, names in rows:
-        form = _BlockForm()
+    for parent, names, of in rows:
+        form, length = _BlockForm(), len(names)
         for place, name in enumerate(names):
             if kept // 2 <= place < length - kept // 2:
                 setattr(parent, name, _LeftOut(form))
-            else:
+            elif of == stage:
                 _watch(getattr(parent, name), place if place < kept // 2 else place - length, form, ledger)
-    return length
+    return lengths.pop()
 
 
-def _rows_of_equal_blocks(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """Return the modules that have several blocks of one class with equal parameters, and the names of these."""
+def _rows_of_equal_blocks(module: nn.Module, stages: Mapping[str, int]) -> list[tuple[nn.Module, list[str], int]]:
+    """Return the modules that have several blocks of one class with equal parameters, their names and their stage."""
     blocks = set(map(id, repeated_blocks(module)))
     found = []
-    for parent in module.modules():
+    for prefix, parent in module.named_modules():
         by_kind: dict[Any, list[str]] = {}
         for name, child in parent.named_children():
             if id(child) in blocks:
+                stage = stages.get(f"{prefix}.{name}".lstrip("."), 0)
                 shapes = tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in child.named_parameters())
-                by_kind.setdefault((type(child), shapes), []).append(name)
-        found += [(parent, names) for names in by_kind.values()]
+                by_kind.setdefault((stage, type(child), shapes), []).append(name)
+        found += [(parent, names, key[0]) for key, names in by_kind.items()]
     return found
 
 
@@ -123,10 +126,8 @@ def extended(few: Measured, more: Measured) -> Measured:
     def all_grown(one: Mapping[Any, int], other: Mapping[Any, int]) -> dict[Any, int]:
         return {key: grown(one.get(key, 0), value) for key, value in other.items()}
 
-    changes: dict[str, Any] = {
-        name: grown(getattr(few, name), getattr(more, name))
-        for name in ("parameters", "trainable", "local_elements", "weights", "gradients", "optimizer", "buffers")
-    }
+    names = ["parameters", "trainable", "local_elements", "weights", "gradients", "optimizer", "buffers", "flops"]
+    changes: dict[str, Any] = {name: grown(getattr(few, name), getattr(more, name)) for name in names}
     peaks = {}
     for part, (total, kinds) in more.peaks.items():
         if part in few.peaks:

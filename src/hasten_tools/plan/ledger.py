@@ -1,4 +1,4 @@
-"""Count the memory of tensors and the bytes that a process sends, for real tensors or tensors without data."""
+"""Count memory, sent bytes and operations of a process, for real tensors or tensors without data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import torch_private
+from hasten.report.peaks import flop_counter
 
 # What holds memory. The first four stay between two steps, gradients only where they are kept.
 WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER = "weights", "buffers", "gradients", "optimizer states"
@@ -123,7 +124,7 @@ class Peak:
 
 
 class Ledger(torch_private.TorchDispatchMode):
-    """Counts the memory of tensors and the bytes of collectives while it is entered.
+    """Counts the memory of tensors, the bytes of collectives and the operations while it is entered.
 
     A tensor counts from the operation that makes it until nothing refers to its memory. It costs a few microseconds an
     operation, and works alike on real tensors and on tensors without data.
@@ -155,6 +156,9 @@ class Ledger(torch_private.TorchDispatchMode):
         self.peaks: dict[str, Peak] = {}
         self._now = Peak()
         self.sent: dict[str, Sent] = {}
+        # Floating-point operations of matrix products, convolutions and attention.
+        self.flops = 0
+        self._formulas = flop_counter().flop_registry
         self._per_machine = per_machine
         # By the name of a group; None for texts that name none.
         self._spreads: dict[str, Spread | None] = {}
@@ -194,8 +198,8 @@ class Ledger(torch_private.TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def restart(self) -> None:
-        """Forget peak and collectives; what is held stays known."""
-        self.peaks, self.sent = {}, {}
+        """Forget peak, collectives and operations; what is held stays known."""
+        self.peaks, self.sent, self.flops = {}, {}, 0
         self.begin(FORWARD)
 
     def begin(self, part: str) -> None:
@@ -277,7 +281,10 @@ class Ledger(torch_private.TorchDispatchMode):
             # DistributedDataParallel asks which parameters no process has used. Those keep the gradients they have, and
             # here the ones that are used have theirs.
             return 0
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (formula := self._formulas.get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
         if isinstance(result, Tensor):
             self.see(result)
         elif result is not None:

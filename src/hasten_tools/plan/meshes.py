@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten._lib import check
 from hasten._lib.errors import make_error, parts_of
+from hasten._lib.names import did_you_mean
 from hasten.strategies.mesh.sizes import MeshSizes, Size
 from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan.report import KEPT, Measured
@@ -16,25 +18,66 @@ from hasten_tools.plan.report import KEPT, Measured
 if TYPE_CHECKING:
     from hasten.types import StrategyLike
 
-# Three sizes or four, of which one may be "auto", or "auto" for a search.
-Mesh = Sequence[Size] | Literal["auto"]
+# Sizes by the names of the axes, three or four sizes in order, or "auto" for a search. One of them may be "auto".
+Mesh = Mapping[str, Size] | Sequence[Size] | Literal["auto"]
 
-AXES = ("replicate", "shard", "tensor", "pipeline")
+# Every axis, and those of sizes without names.
+AXES = tuple(axis.name for axis in fields(MeshSizes))
+IN_ORDER = ("replicate", "shard", "tensor", "pipeline")
 # Layers are split over at most so many processes: each of them exchanges activations in each layer.
 MOST_TENSOR = 8
+# A pipeline that is proposed has at most so many stages: each waits for the others.
+MOST_STAGES = 16
 _OFFLOADED = "fsdp_cpu_offload"
 
 
-def sizes_of(mesh: Sequence[Size], devices: int, nodes: int) -> MeshSizes:
+def by_name(mesh: Mapping[str, Size] | Sequence[Size]) -> dict[str, Size]:
+    """Return the sizes of a mesh by the names of their axes, as arguments of ``MeshStrategy``.
+
+    Raises:
+        ValueError: an axis does not exist, a size is no number, or there are not three or four sizes without names.
+
+    Example::
+
+        >>> by_name((2, "auto", 8)), by_name({"tensor": 8, "expert": 2})
+        ({'shard': 'auto', 'replicate': 2, 'tensor': 8}, {'shard': 'auto', 'tensor': 8, 'expert': 2})
+
+    """
+    if not isinstance(mesh, Mapping):
+        if len(mesh) not in (3, len(IN_ORDER)):
+            fix = "use three sizes, (replicate, shard, tensor), four with pipeline after them, or a dict of names."
+            raise make_error(ValueError, f"mesh={tuple(mesh)}:", fix=fix, argument="mesh")
+        mesh = dict(zip(IN_ORDER, mesh, strict=False))
+    for axis, size in mesh.items():
+        if axis not in AXES:
+            fix = did_you_mean(axis, AXES) or "Leave it out."
+            raise make_error(
+                ValueError, f"mesh has no axis {axis!r}: it has {', '.join(AXES)}.", fix=fix, argument="mesh"
+            )
+        if size != "auto" or axis == "expert":
+            check.whole("mesh", axis, size, at_least=1, allowed="a number of processes of at least 1, or 'auto'")
+    return {"shard": "auto", **mesh}
+
+
+def processes_of(mesh: Mesh | None) -> int | None:
+    """Return the number of processes of a mesh; None if its sizes do not say it."""
+    if mesh is None or isinstance(mesh, str):
+        return None
+    sizes = [size for axis, size in by_name(mesh).items() if axis != "expert"]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return math.prod(numbers) if len(numbers) == len(sizes) else None
+
+
+def sizes_of(mesh: Mapping[str, Size] | Sequence[Size], devices: int, nodes: int) -> MeshSizes:
     """Return given sizes as numbers.
 
     Args:
-        mesh: for replicate, shard, tensor and, if there are four, pipeline; "auto" is what the others leave.
+        mesh: see ``Mesh``; "auto" is what the others leave.
         devices: the number of processes.
         nodes: the number of machines they are on.
 
     Raises:
-        ValueError: they are not three sizes or four, or do not multiply to the number of devices.
+        ValueError: they are no sizes of a mesh, or do not multiply to the number of devices.
 
     Example::
 
@@ -42,18 +85,13 @@ def sizes_of(mesh: Sequence[Size], devices: int, nodes: int) -> MeshSizes:
         MeshSizes(replicate=2, shard=64, tensor=8, context=1, pipeline=1, expert=1)
 
     """
-    if len(mesh) not in (3, len(AXES)):
-        fix = "use three sizes, (replicate, shard, tensor), or four, with pipeline after them."
-        raise make_error(ValueError, f"mesh={tuple(mesh)}:", fix=fix, argument="mesh")
-    asked = dict(zip(AXES, mesh, strict=False))
-    for axis, size in asked.items():
-        if size != "auto":
-            check.whole("mesh", axis, size, at_least=1, allowed="a number of processes of at least 1, or 'auto'")
+    asked = by_name(mesh)
+    axes = {axis: size for axis, size in asked.items() if axis != "expert"}
     try:
-        return MeshSizes.of(asked, num_nodes=nodes, per_node=devices // nodes)
+        return MeshSizes.of(axes, num_nodes=nodes, per_node=devices // nodes, expert=int(asked.get("expert", 1)))
     except ValueError:
-        sizes = ",".join(map(str, mesh))
-        raise wrong_sizes(f"The mesh {sizes} is not one of {devices:,} devices.", asked, devices) from None
+        words = [f"{axis}={size}" for axis, size in mesh.items()] if isinstance(mesh, Mapping) else map(str, mesh)
+        raise wrong_sizes(f"The mesh {','.join(words)} is not one of {devices:,} devices.", asked, devices) from None
 
 
 def wrong_sizes(problem: str | Exception, asked: Mapping[str, Size], devices: int) -> ValueError:
@@ -66,22 +104,20 @@ def wrong_sizes(problem: str | Exception, asked: Mapping[str, Size], devices: in
 
     """
     what = problem if isinstance(problem, str) else parts_of(problem).what
-    near = _near(asked, devices)
-    return make_error(
-        ValueError,
-        what,
-        fix=f"Use --mesh {near.replicate},{near.shard},{near.tensor} ({_words(near)}).",
-        argument="mesh",
-    )
+    near = _words(_near(asked, devices)).replace(" ", "")
+    return make_error(ValueError, what, fix=f"Use --mesh {near}.", argument="mesh")
 
 
 def _near(asked: Mapping[str, Size], devices: int) -> MeshSizes:
     """Return sizes for a number of devices that keep as many of those asked for as possible."""
-    replicate, _, tensor = (size if isinstance(size := asked.get(axis, 1), int) else 1 for axis in AXES[:3])
-    for copies, split in ((replicate, tensor), (1, tensor), (replicate, 1)):
-        if devices % (copies * split) == 0:
-            return MeshSizes(copies, devices // (copies * split), split)
-    return MeshSizes(1, devices, 1)
+    given = {axis: size for axis, size in asked.items() if axis != "shard" and isinstance(size, int)}
+    without_copies = {**given, "replicate": 1}
+    only_copies = {"replicate": given.get("replicate", 1)}
+    for kept in (given, without_copies, only_copies):
+        one = MeshSizes(**kept)
+        if devices % one.processes == 0:
+            return replace(one, shard=devices // one.processes)
+    return MeshSizes(shard=devices)
 
 
 # -- the strategy of a mesh
@@ -96,13 +132,9 @@ def strategy_of(sizes: MeshSizes, own: StrategyLike | None) -> MeshStrategy:
 
     """
     is_split = sizes.tensor > 1
-    stages: dict[str, Any] = {}
-    if sizes.pipeline > 1 and isinstance(own, MeshStrategy) and own.pipeline is not None:
-        stages = own.pipeline.arguments
     made = MeshStrategy(
-        *(sizes.replicate, sizes.shard, sizes.tensor),
-        **stages,
-        pipeline=sizes.pipeline,
+        **asdict(sizes),
+        **_stages(sizes, own),
         plan="auto" if is_split and not _splits(own) else None,
         cpu_offload=own == _OFFLOADED,
     )
@@ -129,12 +161,19 @@ def line_of(sizes: MeshSizes, own: StrategyLike | None) -> str:
         words += ', plan="auto"'
     elif sizes.tensor > 1 and isinstance(own, MeshStrategy) and own.layers.is_given:
         words += ", plan=..."
+    words += "".join(f", {name}={value!r}" for name, value in _stages(sizes, own).items() if value is not None)
     return f"MeshStrategy({words}{', cpu_offload=True' if own == _OFFLOADED else ''})"
 
 
 def _words(sizes: MeshSizes) -> str:
-    named = {axis: getattr(sizes, axis) for axis in AXES}
-    return ", ".join(f"{axis}={size}" for axis, size in named.items() if size > 1 or axis == "shard")
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.named(always=("shard",)).items())
+
+
+def _stages(sizes: MeshSizes, own: StrategyLike | None) -> dict[str, Any]:
+    """Return the arguments of the pipeline of the program's strategy, for a mesh that has one."""
+    if sizes.pipeline > 1 and isinstance(own, MeshStrategy) and own.pipeline is not None:
+        return own.pipeline.arguments
+    return {}
 
 
 def _splits(own: StrategyLike | None) -> bool:
@@ -145,11 +184,12 @@ def _splits(own: StrategyLike | None) -> bool:
 # -- the meshes of a number of devices
 
 
-def candidates(devices: int, nodes: int) -> dict[int, list[MeshSizes]]:
-    """Return the meshes that may be worth a plan, by the number of processes over which layers are split.
+def candidates(devices: int, nodes: int) -> list[list[MeshSizes]]:
+    """Return the meshes that may be worth a plan, those with the same axes together.
 
-    Layers are split over 1 to 8 processes of a machine, and copies are of whole machines, or of one tensor-parallel
-    group each. The mesh without copies, which takes the least memory, comes first, then those with the most copies.
+    First come those that split layers over 1 to 8 processes of a machine, then pipelines: whose stages are on different
+    machines if there are several, with layers that are whole or split as much as possible. Of each, the mesh without
+    copies, which takes the least memory, comes first, then those with the most copies.
 
     Args:
         devices: the number of processes.
@@ -158,19 +198,43 @@ def candidates(devices: int, nodes: int) -> dict[int, list[MeshSizes]]:
     Example::
 
         >>> found = candidates(8, nodes=4)
-        >>> [(one.replicate, one.shard, one.tensor) for one in found[1]]
+        >>> [(one.replicate, one.shard, one.tensor) for one in found[0]]
         [(1, 8, 1), (8, 1, 1), (4, 2, 1), (2, 4, 1)]
-        >>> [(one.replicate, one.shard, one.tensor) for one in found[2]]
+        >>> [(one.replicate, one.shard, one.tensor) for one in found[1]]
         [(1, 4, 2), (4, 1, 2), (2, 2, 2)]
+        >>> [(one.replicate, one.shard, one.tensor, one.pipeline) for one in found[2]]
+        [(1, 4, 1, 2), (4, 1, 1, 2), (2, 2, 1, 2)]
 
     """
     per_machine = devices // nodes
+    splits = [size for size in range(1, MOST_TENSOR + 1) if per_machine % size == 0]
+    stages = [size for size in range(2, MOST_STAGES + 1) if (nodes if nodes > 1 else devices) % size == 0]
+    bases = [MeshSizes(tensor=size) for size in splits]
+    bases += [MeshSizes(tensor=size, pipeline=count) for count in stages for size in sorted({1, splits[-1]})]
+    return [_with_copies(base, devices, nodes) for base in bases if devices % base.processes == 0]
+
+
+def with_experts(devices: int, nodes: int, experts: int) -> list[list[MeshSizes]]:
+    """Return the meshes that divide experts over processes of a machine, or over as many as there are experts.
+
+    Example::
+
+        >>> [[(one.replicate, one.shard, one.expert) for one in some] for some in with_experts(8, 4, 4)]
+        [[(1, 8, 4), (8, 1, 4), (4, 2, 4), (2, 4, 4)], [(1, 8, 2), (8, 1, 2), (4, 2, 2), (2, 4, 2)]]
+
+    """
+    per_machine = devices // nodes
+    sizes = [size for size in range(experts, 1, -1) if experts % size == 0 and devices % size == 0]
+    close = [size for size in sizes if per_machine % size == 0 or size == experts]
+    return [_with_copies(MeshSizes(expert=size), devices, nodes) for size in close]
+
+
+def _with_copies(base: MeshSizes, devices: int, nodes: int) -> list[MeshSizes]:
     whole_machines = {copies for copies in range(2, nodes + 1) if nodes % copies == 0}
-    found: dict[int, list[MeshSizes]] = {}
-    for tensor in (size for size in range(1, MOST_TENSOR + 1) if per_machine % size == 0):
-        several = sorted({*whole_machines, devices // tensor} - {1}, reverse=True)
-        found[tensor] = [MeshSizes(copies, devices // (copies * tensor), tensor) for copies in (1, *several)]
-    return found
+    most = devices // base.processes
+    several = sorted({*whole_machines, most} - {1}, reverse=True)
+    fitting = [copies for copies in (1, *several) if most % copies == 0]
+    return [replace(base, replicate=copies, shard=most // copies) for copies in fitting]
 
 
 def expected_memory(found: Measured, sizes: MeshSizes) -> int:
@@ -193,6 +257,7 @@ def to_plan(
     usable: float | None,
     found: Mapping[MeshSizes, Measured],
     reasons: dict[MeshSizes, str],
+    cannot_win: Callable[[MeshSizes], str],
 ) -> Iterator[MeshSizes]:
     """Yield meshes one by one, and leave out those of which the plans so far say that they need no plan.
 
@@ -202,29 +267,38 @@ def to_plan(
         usable: memory of a device, in bytes; None if it is not known.
         found: the plans so far; read before each mesh.
         reasons: why meshes have no plan; added to.
+        cannot_win: returns why a mesh cannot be the best one, by the plans so far; "" if it can.
 
     """
-    meshes = candidates(devices, nodes)
-    queues = {tensor: iter(sizes) for tensor, sizes in meshes.items()}
+    whole, *others = candidates(devices, nodes)
+    splits = [some for some in others if some[0].pipeline == 1]
+    # The two extremes, then in turns.
+    turns = [whole, *splits[-1:], whole, *splits[:-1], *(some for some in others if some[0].pipeline > 1)]
+    left = {id(some): iter(some) for some in turns}
+    has_experts = False
 
-    def following(tensor: int) -> MeshSizes | None:
-        first = meshes[tensor][0]
-        for sizes in queues[tensor]:
+    def following(some: list[MeshSizes]) -> MeshSizes | None:
+        first = some[0]
+        for sizes in left[id(some)]:
             if sizes != first and first in reasons:
                 # Layers that cannot be split over so many processes.
                 reasons[sizes] = reasons[first]
             elif sizes != first and usable and first in found and expected_memory(found[first], sizes) > usable:
                 reasons[sizes] = "more shards are needed for this memory"
+            elif reason := cannot_win(sizes):
+                reasons[sizes] = reason
             else:
                 return sizes
         return None
 
-    whole, *splits = meshes
-    # The two extremes, then in turns.
-    turns = [whole, *splits[-1:], whole, *splits[:-1]]
     while turns:
-        tensor = turns.pop(0)
-        if (sizes := following(tensor)) is not None:
+        if not has_experts and (counts := [one.experts for one in found.values() if one.experts > 1]):
+            has_experts = True
+            more = with_experts(devices, nodes, counts[0])
+            left |= {id(some): iter(some) for some in more}
+            turns = [*more, *turns]
+        some = turns.pop(0)
+        if (sizes := following(some)) is not None:
             yield sizes
-            if tensor not in turns:
-                turns.append(tensor)
+            if not any(some is one for one in turns):
+                turns.append(some)

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
 from hasten.resolve import PRECISIONS
 from hasten_tools.plan import blocks, meshes, simulated
-from hasten_tools.plan.report import USABLE, Bandwidth, Change, FitPlan, Measured, PlannedMesh
+from hasten_tools.plan.report import USABLE, Change, FitPlan, Measured, PlannedMesh, Speeds
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -58,6 +58,7 @@ def plan_fit(
     budget_seconds: float = BUDGET_SECONDS,
     mesh: Mesh | None = None,
     bandwidth: tuple[float, float] | None = None,
+    tflops: float | None = None,
 ) -> FitPlan:
     """Return what ``trainer.fit(model, ...)`` would need on many devices, without using any.
 
@@ -78,12 +79,13 @@ def plan_fit(
         memory_bytes: of one device; with it the plan says whether it fits, and which single change would make it fit.
         accelerator: "gpu" to step optimizers as torch does there, which takes more memory; "cpu".
         budget_seconds: for the changes or the meshes; none is begun after this time.
-        mesh: plan with ``MeshStrategy(replicate, shard, tensor)``: three sizes, of which one may be "auto", or four
-            with ``pipeline``, whose schedule is that of the program's own ``MeshStrategy``, or "1F1B". Layers are split
-            by the plan of that strategy, whose other arguments stay, too, or else by ``plan="auto"``. "auto" plans
-            several meshes and finds the one with the shortest exchange that fits.
-        bandwidth: GB/s that a device sends within a machine and between machines; with it the plan estimates the
-            seconds that exchanging takes. For ``mesh="auto"`` the default is (450, 50).
+        mesh: plan with a ``MeshStrategy`` of these sizes: a dict with names of axes, as its arguments; or three sizes,
+            of replicate, shard and tensor, or four with pipeline. One may be "auto". A pipeline has the schedule of the
+            program's own ``MeshStrategy``, or "1F1B". Layers are split by the plan of that strategy, whose other
+            arguments stay, too, or else by ``plan="auto"``. "auto" plans several and finds the fastest that fits.
+        bandwidth: GB/s that a device sends within a machine and between machines; with it, or with ``tflops``, the plan
+            estimates the seconds that a step takes. For ``mesh="auto"`` the default is (450, 50).
+        tflops: trillions of floating-point operations a second that a device computes in training, 400 by default.
 
     Raises:
         PlanError: a step needs the values of tensors, or fails without them; the message has the line.
@@ -104,13 +106,15 @@ def plan_fit(
 
     """
     mesh = chosen_mesh(mesh, tensor_parallel_size, strategy)
-    speed = None if bandwidth is None else Bandwidth(*bandwidth)
+    speeds = None if bandwidth is None else Speeds(*bandwidth)
+    if tflops is not None:
+        speeds = replace(speeds or Speeds(), tflops=tflops)
     variants = Variants(trainer, devices, num_nodes, strategy, mesh, precision, accelerator)
 
     def fit() -> None:
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
 
-    return plan_variants(trainer, type(model).__name__, variants, fit, memory_bytes, budget_seconds, speed)
+    return plan_variants(trainer, type(model).__name__, variants, fit, memory_bytes, budget_seconds, speeds)
 
 
 def plan_variants(
@@ -120,7 +124,7 @@ def plan_variants(
     fit: Callable[[], None],
     memory: int | None,
     budget: float,
-    bandwidth: Bandwidth | None = None,
+    speeds: Speeds | None = None,
 ) -> FitPlan:
     """Plan a fit, and single changes where it does not fit, or the meshes for its devices.
 
@@ -136,23 +140,22 @@ def plan_variants(
     """
     until = time.monotonic() + budget
     if variants.searches_mesh:
-        bandwidth = bandwidth or Bandwidth()
-        planned = _search(trainer, variants, fit, memory, until, bandwidth)
+        speeds = speeds or Speeds()
+        planned = _search(trainer, variants, fit, memory, until, speeds)
         best = planned[0].measured
         if best is None:
             raise PlanError(f"{planned[0].line}: {planned[0].reason}")
         return FitPlan(
-            variants.devices, variants.nodes, model, best, memory, (), variants.notes, tuple(planned), bandwidth
+            variants.devices, variants.nodes, model, best, memory, (), variants.notes_on(best), tuple(planned), speeds
         )
     every = [_finish(_start(trainer, order, fit)) for order in variants.base()]
-    found = max(every, key=lambda one: one.on_device)
+    found = _fullest(every)
     stages = {one.process: one.on_device for one in every} if len(every) > 1 else {}
     changes: list[Change] = []
     if found.fits(memory) is False:
         changes = _planned(trainer, list(variants.changes(found)), fit, time.monotonic() + budget)
-    return FitPlan(
-        variants.devices, variants.nodes, model, found, memory, tuple(changes), variants.notes, (), bandwidth, stages
-    )
+    notes = variants.notes_on(found)
+    return FitPlan(variants.devices, variants.nodes, model, found, memory, tuple(changes), notes, (), speeds, stages)
 
 
 _LATE = "the time is over (--budget)"
@@ -171,33 +174,26 @@ def _planned(trainer: Trainer, asked: list[tuple[str, Order]], fit: Callable[[],
 
 
 def _search(
-    trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None, until: float, speed: Bandwidth
+    trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None, until: float, speeds: Speeds
 ) -> list[PlannedMesh]:
     """Plan meshes, as many as the time allows, and return all of them, the best one first.
 
     A module with many equal blocks is planned with a few of them, and then on the best mesh with all.
     """
-    search = _MeshSearch(trainer, variants, fit, memory)
+    search = _MeshSearch(trainer, variants, fit, memory, speeds)
     search.plan_all(until)
 
-    def planned(sizes: MeshSizes) -> PlannedMesh:
-        one = search.found.get(sizes)
-        return PlannedMesh(
-            *(sizes.replicate, sizes.shard, sizes.tensor, variants.line_of(sizes), one),
-            seconds=None if one is None else one.seconds(speed),
-            reason=search.reasons.get(sizes, ""),
-        )
-
     def place(mesh: PlannedMesh) -> tuple[bool, bool, float]:
-        fits = mesh.measured is not None and mesh.measured.fits(memory) is not False
         memory_needed = math.inf if mesh.measured is None else float(mesh.measured.on_device)
+        fits = mesh.may_fit(memory)
         return mesh.measured is None, not fits, mesh.seconds_for_all if fits else memory_needed
 
-    every = list(chain.from_iterable(meshes.candidates(variants.devices, variants.nodes).values()))
+    every = list(chain.from_iterable(meshes.candidates(variants.devices, variants.nodes)))
+    every += [sizes for sizes in (*search.found, *search.reasons) if sizes not in every]
     while True:
-        best = min(every, key=lambda sizes: place(planned(sizes)))
+        best = min(every, key=lambda sizes: place(search.planned(sizes)))
         if not search.is_estimate(best):
-            return sorted(map(planned, every), key=place)
+            return sorted(map(search.planned, every), key=place)
         search.plan_whole(best)
 
 
@@ -209,17 +205,23 @@ class _MeshSearch:
         variants: of the program.
         fit: calls ``trainer.fit``.
         memory: of a device, in bytes.
+        speeds: with which seconds are estimated.
 
     """
 
-    def __init__(self, trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None) -> None:
+    def __init__(
+        self, trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None, speeds: Speeds
+    ) -> None:
         self._trainer, self._variants, self._fit = trainer, variants, fit
+        self._memory, self._speeds = memory, speeds
         self.found: dict[MeshSizes, Measured] = {}
         self.reasons: dict[MeshSizes, str] = {}
-        self._few: dict[MeshSizes, Measured] = {}
+        # What was found about the meshes in hand, of each process and with few blocks and more.
+        self._open: dict[MeshSizes, list[Measured | str]] = {}
         # An estimate may be wrong by a little.
         usable = None if memory is None else 1.02 * USABLE * memory
-        self._asked = meshes.to_plan(variants.devices, variants.nodes, usable, self.found, self.reasons)
+        devices, nodes = variants.devices, variants.nodes
+        self._asked = meshes.to_plan(devices, nodes, usable, self.found, self.reasons, self._cannot_win)
         # Whether a few blocks do not say what all of them need, and the meshes that were tried with a few.
         self._needs_all = False
         self._again: list[MeshSizes] = []
@@ -227,36 +229,63 @@ class _MeshSearch:
     def plan_all(self, until: float) -> None:
         """Plan one mesh after the other; none is begun after ``until``."""
         while True:
-            for (sizes, kept), one in _measured(self._trainer, self._orders(), self._fit, until):
-                self._take(sizes, kept, one)
+            for (sizes, count), one in _measured(self._trainer, self._orders(), self._fit, until):
+                every = self._open.setdefault(sizes, [])
+                every.append(one)
+                if len(every) == count:
+                    self._take(sizes, self._open.pop(sizes))
             if not self._again:
                 return
 
-    def _orders(self) -> Iterator[tuple[tuple[MeshSizes, int | None], Order]]:
+    def _orders(self) -> Iterator[tuple[tuple[MeshSizes, int], Order]]:
         while True:
             sizes = self._again.pop() if self._again else None
             is_again = sizes is not None
             if sizes is None and (sizes := next(self._asked, None)) is None:
                 return
-            for kept in (None,) if is_again or self._needs_all else (blocks.FEW, blocks.MORE):
-                yield (sizes, kept), self._variants.on_mesh(sizes, kept)
+            kept = (None,) if is_again or self._needs_all else (blocks.FEW, blocks.MORE)
+            orders = [order for count in kept for order in self._variants.on_mesh(sizes, count)]
+            for order in orders:
+                yield (sizes, len(orders)), order
 
-    def _take(self, sizes: MeshSizes, kept: int | None, one: Measured | str) -> None:
-        if isinstance(one, str):
-            if kept is None or one == _LATE:
-                self.reasons[sizes] = one
-            elif kept == blocks.MORE:
+    def _take(self, sizes: MeshSizes, every: list[Measured | str]) -> None:
+        """Take what was found about a mesh: of each process with few blocks, then with more; or with all."""
+        measured = [one for one in every if isinstance(one, Measured)]
+        is_whole = len(every) == len(self._variants.on_mesh(sizes))
+        if len(measured) < len(every):
+            reason = next(one for one in every if isinstance(one, str))
+            if is_whole or _LATE in every:
+                self.reasons[sizes] = reason
+            else:
                 # The same mesh with all blocks says whether the mesh is the reason.
                 self._again.append(sizes)
-        elif kept is None or not one.blocks:
-            self._needs_all = True
-            self.found[sizes] = one
-        elif kept == blocks.FEW:
-            self._few[sizes] = one
-        elif sizes in self._few:
-            self.found[sizes] = blocks.extended(self._few.pop(sizes), one)
+            return
+        half = measured[: len(measured) // 2]
+        if is_whole or not all(one.blocks for one in measured):
+            # The stages of a pipeline may have few blocks where the module has many.
+            self._needs_all |= is_whole or sizes.pipeline == 1
+            self.found[sizes] = _fullest(measured if is_whole else half)
         else:
-            self._again.append(sizes)
+            self.found[sizes] = _fullest(list(map(blocks.extended, half, measured[len(half) :])))
+
+    def planned(self, sizes: MeshSizes) -> PlannedMesh:
+        """Return a mesh with what was found about it."""
+        one, line = self.found.get(sizes), self._variants.line_of(sizes)
+        if one is None:
+            return PlannedMesh(**asdict(sizes), line=line, reason=self.reasons.get(sizes, ""))
+        seconds, computing = one.seconds(self._speeds), one.computing_seconds(self._speeds)
+        return PlannedMesh(**asdict(sizes), line=line, measured=one, seconds=seconds, computing=computing)
+
+    def _cannot_win(self, sizes: MeshSizes) -> str:
+        """Return why a pipeline is not worth a plan, "" if it is: it waits longer than the best mesh so far sends."""
+        fitting = [one for one in map(self.planned, self.found) if one.may_fit(self._memory)]
+        if sizes.pipeline == 1 or not fitting:
+            return ""
+        best = min(fitting, key=lambda one: one.seconds_for_all)
+        assert best.measured is not None
+        idle = self._variants.idle_of(sizes, best.measured.samples)
+        at_least = replace(best.measured, idle=idle).computing_seconds(self._speeds) * best.processes / best.batches
+        return f"{idle:.0%} idle costs more than others exchange" if at_least > best.seconds_for_all else ""
 
     def is_estimate(self, sizes: MeshSizes) -> bool:
         """Return whether a mesh has a plan from a few blocks, or none although it should have one."""
@@ -265,9 +294,19 @@ class _MeshSearch:
 
     def plan_whole(self, sizes: MeshSizes) -> None:
         """Plan a mesh with all blocks."""
-        one = _finish(_start(self._trainer, self._variants.on_mesh(sizes), self._fit))
-        self.found[sizes] = one
+        orders = enumerate(self._variants.on_mesh(sizes))
+        every = []
+        for _, one in _measured(self._trainer, orders, self._fit, math.inf):
+            if isinstance(one, str):
+                raise PlanError(f"{self._variants.line_of(sizes)}: {one}")
+            every.append(one)
+        self.found[sizes] = _fullest(every)
         self.reasons.pop(sizes, None)
+
+
+def _fullest(every: Sequence[Measured]) -> Measured:
+    """Return what was found in the process that needs the most memory; the one that computes most sets the pace."""
+    return replace(max(every, key=lambda one: one.on_device), flops=max(one.flops for one in every))
 
 
 _Key = TypeVar("_Key")
@@ -308,12 +347,12 @@ def _measured(
 
 
 def chosen_mesh(
-    mesh: Sequence[Size] | str | None, tensor_parallel: int | None, strategy: StrategyLike | None
+    mesh: Mapping[str, Size] | Sequence[Size] | str | None, tensor_parallel: int | None, strategy: StrategyLike | None
 ) -> Mesh | None:
     """Return the mesh that a question asks for, after checking that the question does not contradict itself.
 
     Args:
-        mesh: three sizes or four, or "auto".
+        mesh: see ``plan_fit``.
         tensor_parallel: short for ``(1, "auto", tensor_parallel)``.
         strategy: that replaces the program's.
 
@@ -322,7 +361,7 @@ def chosen_mesh(
 
     """
     if isinstance(mesh, str) and mesh != "auto":
-        fix = "use 'auto' or three sizes, (replicate, shard, tensor), or four, with pipeline after them."
+        fix = "use 'auto', sizes by name, as {'shard': 8, 'tensor': 2}, or three, (replicate, shard, tensor)."
         raise make_error(ValueError, f"mesh={mesh!r}:", fix=fix, argument="mesh")
     if mesh is None:
         return None if tensor_parallel is None else (1, "auto", tensor_parallel)
@@ -388,7 +427,7 @@ class Variants:
         self._process = 0
         self._precision = precision or given.get("precision")
         self._memory = given.get("memory")
-        self.notes = tuple(self._noted(given))
+        self._notes = tuple(self._noted(given))
         if self._scales():
             # On the CPU there is no gradient scaler; the sizes are the same.
             self._precision = "bf16-mixed"
@@ -411,15 +450,34 @@ class Variants:
         if "find_unused_parameters_true" in str(options):
             yield "find_unused_parameters=True is left out: it sends one number a parameter more."
 
+    def notes_on(self, found: Measured) -> tuple[str, ...]:
+        """Return what a plan leaves out, has otherwise, or assumes."""
+        assumed = "Experts are planned with equal shares: each gets as many tokens as the others."
+        return (*self._notes, assumed) if "expert" in found.mesh else self._notes
+
     def _order(self, *, batch_parts: int = 1, kept: int | None = None, **changes: Any) -> Order:
         from hasten_tools.plan.step import Order
 
         base = {"strategy": self._strategy, "precision": self._precision, "plugins": self._plugins}
         return Order({**base, **changes}, self.devices, self.nodes, batch_parts, self._gpu, kept, self._process)
 
-    def on_mesh(self, sizes: MeshSizes, kept: int | None = None) -> Order:
-        """Return the program with a mesh of these sizes, and with ``kept`` of its equal blocks; None for all."""
-        return self._order(strategy=meshes.strategy_of(sizes, self._own), kept=kept)
+    def on_mesh(self, sizes: MeshSizes, kept: int | None = None) -> list[Order]:
+        """Return the program with a mesh, of a pipeline in the first stage and the last.
+
+        With ``kept`` of its equal blocks, or of those of each stage; None for all.
+        """
+        order = self._order(strategy=meshes.strategy_of(sizes, self._own), kept=kept)
+        places = sorted({0, sizes.pipeline - 1})
+        return [replace(order, process=place * self.devices // sizes.pipeline) for place in places]
+
+    def idle_of(self, sizes: MeshSizes, samples: int) -> float:
+        """Return the part of a step in which the processes of a pipeline wait, for batches of so many samples."""
+        pipeline = meshes.strategy_of(sizes, self._own).pipeline
+        if pipeline is None:
+            return 0.0
+        most = pipeline.schedule.micro_batches
+        parts = math.ceil(samples / math.ceil(samples / most)) if samples else most
+        return pipeline.schedule.idle_share(parts) or 0.0
 
     def line_of(self, sizes: MeshSizes) -> str:
         """Return the strategy to write for a mesh of these sizes."""
@@ -462,7 +520,7 @@ class Variants:
         size = min(PER_NODE, self.devices)
         if several and found.tensor_parallel == 1 and self.devices % size == 0:
             split = meshes.sizes_of((1, "auto", size), self.devices, self.nodes)
-            yield f"--tp {size}", self.on_mesh(split)
+            yield f"--tp {size}", self.on_mesh(split)[0]
 
     def _half(self) -> dict[str, Any]:
         """Return the plugin with which sharded strategies take 16-bit weights."""

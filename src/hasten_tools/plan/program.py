@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hasten.fabric import Fabric
 from hasten.machine.devices import number_of
 from hasten.trainer import Trainer
+from hasten_tools.plan.meshes import processes_of
 from hasten_tools.plan.planner import BUDGET_SECONDS, PER_NODE, PlanError, Variants, chosen_mesh, plan_variants
-from hasten_tools.plan.report import Bandwidth, FitPlan
+from hasten_tools.plan.report import FitPlan, Speeds
 
 if TYPE_CHECKING:
     from hasten_tools.plan.meshes import Mesh
@@ -32,8 +32,8 @@ class Question:
         memory: of a device, in bytes.
         accelerator: "gpu" or "cpu".
         budget_seconds: for the changes or the meshes; none is begun after this time.
-        mesh: sizes of replicate, shard, tensor and perhaps pipeline, or "auto" to find them.
-        bandwidth: with which seconds are estimated.
+        mesh: sizes of its axes, or "auto" to find them.
+        speeds: with which seconds are estimated.
 
     """
 
@@ -46,7 +46,7 @@ class Question:
     accelerator: str = "gpu"
     budget_seconds: float = BUDGET_SECONDS
     mesh: Mesh | None = None
-    bandwidth: Bandwidth | None = None
+    speeds: Speeds | None = None
 
 
 class _End(SystemExit):
@@ -84,8 +84,8 @@ def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
             strategy = question.strategy or own.get("strategy")
             variants = Variants(trainer, devices, nodes, strategy, mesh, question.precision, question.accelerator, own)
             first = functools.partial(fit, trainer, model, *args, **arguments)
-            name, budget, speed = type(model).__name__, question.budget_seconds, question.bandwidth
-            found.append(plan_variants(trainer, name, variants, first, question.memory, budget, speed))
+            name, budget, speeds = type(model).__name__, question.budget_seconds, question.speeds
+            found.append(plan_variants(trainer, name, variants, first, question.memory, budget, speeds))
         except Exception as error:
             found.append(error)
         raise _End(0)
@@ -122,9 +122,8 @@ def _machines(question: Question, given: Mapping[str, Any]) -> tuple[int, int | 
     """Return the number of devices in all and of machines, None for machines of ``PER_NODE`` devices."""
     if question.devices is not None:
         return question.devices, question.nodes
-    sizes = [size for size in question.mesh or () if isinstance(size, int)]
-    if sizes and len(sizes) == len(question.mesh or ()):
-        return math.prod(sizes), question.nodes
+    if (processes := processes_of(question.mesh)) is not None:
+        return processes, question.nodes
     nodes: int = question.nodes or given.get("num_nodes") or 1
     return nodes * (number_of(given.get("devices")) or PER_NODE), nodes
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hasten._lib.errors import make_error
 from hasten.report.tables import aligned
+from hasten.strategies.mesh.sizes import MeshSizes
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
 
 # The share of a device's memory that a plan may fill. The rest is for the driver, the communication library, and gaps
@@ -20,15 +21,16 @@ KEPT = (WEIGHTS, OPTIMIZER, GRADIENTS)
 
 
 @dataclass(frozen=True)
-class Bandwidth:
-    """How fast one device sends, in billions of bytes a second.
+class Speeds:
+    """How fast one device sends and computes.
 
-    The defaults are the NVLink of an H100 (900 GB/s, half of it in each direction) and one 400 Gb/s InfiniBand adapter
-    a device.
+    The defaults are the NVLink of an H100 (900 GB/s, half of it in each direction), one 400 Gb/s InfiniBand adapter a
+    device, and 40 % of the peak of an H100 in bfloat16.
 
     Args:
-        within: to a device of the same machine.
+        within: to a device of the same machine, in billions of bytes a second.
         between: to a device of another machine.
+        tflops: the floating-point operations of a training step, in trillions a second.
 
     Raises:
         ValueError: a number is not positive.
@@ -40,6 +42,7 @@ class Bandwidth:
 
     within: float = 450.0
     between: float = 50.0
+    tflops: float = 400.0
 
     def __post_init__(self) -> None:
         if not (0 < self.within < math.inf and 0 < self.between < math.inf):
@@ -49,13 +52,18 @@ class Bandwidth:
                 fix="use positive numbers of GB/s.",
                 argument="bandwidth",
             )
+        if not 0 < self.tflops < math.inf:
+            raise make_error(
+                ValueError, f"tflops {self.tflops:g}:", fix="use a positive number of TFLOP/s.", argument="tflops"
+            )
 
     def text(self) -> str:
-        """Return what is assumed, as a sentence."""
-        of = " (NVLink of an H100, 400 Gb/s InfiniBand)" if self == Bandwidth() else ""
+        """Return what is assumed, as sentences."""
+        of = " (NVLink, InfiniBand and 40% of the peak of an H100)" if self == Speeds() else ""
         return (
             f"Seconds: a device sends {self.within:g} GB/s within a machine and {self.between:g} GB/s between "
-            f"machines{of}.\nLatency is not counted, nor what is computed meanwhile."
+            f"machines,\nand computes {self.tflops:g} TFLOP/s{of}.\nLatency is not counted, nor that a part of the "
+            "exchange is hidden behind computation."
         )
 
 
@@ -79,8 +87,8 @@ class Measured:
         peak_parts: by what.
         sent: by kind of collective: calls, payload, and what the process sends in a ring.
         shards: the shape of each parameter in this process; of an estimate, those of the blocks that were planned.
-        mesh: the sizes of the axes "replicate", "shard" and "tensor", and of "context" and "pipeline" if they divide
-            sequences and layers; empty for strategies without a mesh.
+        mesh: the sizes of the axes "replicate", "shard" and "tensor", and of others that are larger than 1; empty for
+            strategies without a mesh.
         links: by kind of collective, the parts of what the process sends in a ring: bytes within its machine, and
             bytes between machines. A part is what groups send that are spread over machines alike.
         peaks: the peak of each part of the step, and by what.
@@ -89,6 +97,9 @@ class Measured:
         process: which process of the run it is.
         idle: the part of a step in which it waits for other stages of a pipeline, if all take the same time; None for
             no pipeline, and for schedules that fill this time.
+        flops: the floating-point operations of its products, convolutions and attention in a step.
+        samples: of the first batch, which is that of each process; 0 if that is not known.
+        experts: over how many processes the experts of the module can be divided at most; 1 for a module without any.
 
     """
 
@@ -114,6 +125,9 @@ class Measured:
     kept: int = 0
     process: int = 0
     idle: float | None = None
+    flops: int = 0
+    samples: int = 0
+    experts: int = 1
 
     @property
     def on_device(self) -> int:
@@ -127,16 +141,20 @@ class Measured:
         """The memory that ``cpu_offload`` takes on the host, for one process."""
         return self.weights + self.gradients + self.optimizer if self.cpu_offload else 0
 
-    def seconds(self, bandwidth: Bandwidth) -> float:
+    def seconds(self, speeds: Speeds) -> float:
         """Return about how long exchanging takes in a step, in seconds, if each collective sends as fast as it can.
 
         A collective takes as long as the slower of its two links: what goes within machines is sent at the same time.
         """
         return sum(
-            max(within / bandwidth.within, between / bandwidth.between) / 1e9
+            max(within / speeds.within, between / speeds.between) / 1e9
             for parts in self.links.values()
             for within, between in parts
         )
+
+    def computing_seconds(self, speeds: Speeds) -> float:
+        """Return about how long computing takes in a step, in seconds, with what a pipeline waits."""
+        return self.flops / (speeds.tflops * 1e12) / (1 - (self.idle or 0))
 
     def fits(self, memory: int | None) -> bool | None:
         """Return whether a device of ``memory`` bytes is large enough; None if it is not given."""
@@ -160,32 +178,34 @@ class Change:
 
 
 @dataclass(frozen=True)
-class PlannedMesh:
-    """What was found about one mesh.
+class PlannedMesh(MeshSizes):
+    """The sizes of a mesh, and what was found about it.
 
     Args:
-        replicate: the size of this axis.
-        shard: the same.
-        tensor: the same.
         line: the strategy to write.
         measured: the plan with it; None if there is none.
         seconds: of exchange in a step; None without a plan.
+        computing: seconds of computing in a step, and of waiting in a pipeline; None without a plan.
         reason: why there is no plan.
 
     """
 
-    replicate: int
-    shard: int
-    tensor: int
-    line: str
+    line: str = ""
     measured: Measured | None = None
     seconds: float | None = None
+    computing: float | None = None
     reason: str = ""
 
     @property
     def seconds_for_all(self) -> float:
-        """Seconds of exchange for as many batches as there are devices; a step has one for each group of ``tensor``."""
-        return math.inf if self.seconds is None else self.seconds * self.tensor
+        """Seconds for as many batches as there are devices: a step has as many as there are groups that share one."""
+        if self.seconds is None or self.computing is None:
+            return math.inf
+        return (self.seconds + self.computing) * self.processes / self.batches
+
+    def may_fit(self, memory: int | None) -> bool:
+        """Return whether it has a plan, which fits if the memory of a device is known."""
+        return self.measured is not None and self.measured.fits(memory) is not False
 
 
 @dataclass(frozen=True)
@@ -201,7 +221,7 @@ class FitPlan:
         changes: single changes, if the plan does not fit.
         notes: what the plan leaves out of the program.
         meshes: what was found about each mesh, the best one first, if the best one was searched.
-        bandwidth: with which seconds are estimated; None if they are not.
+        bandwidth: the speeds with which seconds are estimated; None if they are not.
         stages: of a pipeline, the most memory on the first device of each of its processes, by rank, as far as they
             were planned.
 
@@ -215,7 +235,7 @@ class FitPlan:
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     meshes: tuple[PlannedMesh, ...] = ()
-    bandwidth: Bandwidth | None = None
+    bandwidth: Speeds | None = None
     stages: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -287,7 +307,8 @@ class FitPlan:
             if self.meshes:
                 yield from self._meshes()
             else:
-                yield f"exchanging takes about {duration(found.seconds(self.bandwidth))} in a step"
+                times = map(duration, (found.seconds(self.bandwidth), found.computing_seconds(self.bandwidth)))
+                yield "exchanging takes about {} in a step, and computing {}".format(*times)
             yield self.bandwidth.text()
         if self.changes:
             yield ""
@@ -298,21 +319,23 @@ class FitPlan:
 
     def _meshes(self) -> Iterator[str]:
         """Yield the lines about meshes, if the best one was searched."""
-        rows = [["strategy=", "peak", "exchange", f"for {self.devices:,} batches", "fits"]]
+        rows = [["strategy=", "peak", "exchange", "computing", f"for {self.devices:,} batches", "fits"]]
         unplanned: dict[str, list[str]] = {}
         for mesh in self.meshes:
-            if mesh.measured is None or mesh.seconds is None:
+            if mesh.measured is None or mesh.seconds is None or mesh.computing is None:
                 unplanned.setdefault(mesh.reason, []).append(mesh.line)
                 continue
             peak, fits = size(mesh.measured.on_device), mesh.measured.fits(self.memory)
-            costs = duration(mesh.seconds), duration(mesh.seconds_for_all)
+            idle = f" ({mesh.measured.idle:.0%} idle)" if mesh.measured.idle else ""
+            costs = duration(mesh.seconds), duration(mesh.computing) + idle, duration(mesh.seconds_for_all)
             rows.append([mesh.line, peak, *costs, {True: "yes", False: "no", None: "?"}[fits]])
         yield from aligned(rows, right_from=1, gap="  ")
         for reason, lines in unplanned.items():
             what = f"{len(lines)} meshes are not planned, such as" if len(lines) > 1 else "1 mesh is not planned,"
             yield f"{what} {lines[0]}: {reason.removesuffix('.')}."
         if estimates := [mesh.measured for mesh in self.meshes if mesh.measured is not None and mesh.measured.blocks]:
-            count = f"{estimates[0].kept} of the {estimates[0].blocks} blocks"
+            most = max(estimates, key=lambda one: one.blocks)
+            count = f"{most.kept} of the {most.blocks} blocks"
             yield f"The best mesh is planned with the whole model, the others with at most {count}."
         yield ""
         yield f"strategy={self.meshes[0].line}" if self.fits is not False else "No mesh fits."
@@ -390,8 +413,8 @@ def parse_size(text: str) -> int:
     raise make_error(ValueError, f"{text!r}:", fix="write a size with its unit, such as 80GB or 40GiB.")
 
 
-def parse_bandwidth(text: str) -> Bandwidth:
-    """Return the bandwidth of a text such as "450,50": GB/s within a machine and between machines.
+def parse_bandwidth(text: str) -> Speeds:
+    """Return the speeds of a text such as "450,50": GB/s within a machine and between machines.
 
     Raises:
         ValueError: it is not two positive numbers.
@@ -399,7 +422,7 @@ def parse_bandwidth(text: str) -> Bandwidth:
     Example::
 
         >>> parse_bandwidth("300,25")
-        Bandwidth(within=300.0, between=25.0)
+        Speeds(within=300.0, between=25.0, tflops=400.0)
 
     """
     try:
@@ -411,7 +434,7 @@ def parse_bandwidth(text: str) -> Bandwidth:
             fix="write GB/s of a device within a machine and between machines, such as 450,50.",
             argument="bandwidth",
         ) from None
-    return Bandwidth(within, between)
+    return Speeds(within, between)
 
 
 _UNITS = {

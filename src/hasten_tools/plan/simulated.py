@@ -26,6 +26,7 @@ from hasten.machine.cluster import ClusterEnvironment
 from hasten.seed import RandomGenerators
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.experts import ExchangedExperts, WholeExperts
 from hasten.strategies.mesh.sizes import MeshSizes, Size
 from hasten.strategies.mesh.strategy import MeshStrategy
 
@@ -215,6 +216,7 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
     strategy.simulate_one_process()
     if isinstance(strategy, MeshStrategy):
         _cut_own_chunk_only()
+        _share_experts_equally()
     for name in ("state_dict", "load_state_dict"):
         # The states of generators are tensors, and there is nothing to draw.
         setattr(RandomGenerators, name, lambda *_: {})
@@ -238,7 +240,7 @@ def note_sizes() -> list[Mapping[str, Size]]:
         try:
             return of(asked, **given)
         except ValueError:
-            noted.append(asked)
+            noted.append({**asked, "expert": given.get("expert", 1)})
             raise
 
     setattr(MeshSizes, "of", noting)  # noqa: B010
@@ -323,6 +325,18 @@ def _cut_own_chunk_only() -> None:
 
     own: Any = _fsdp_param
     own._chunk_with_empty = _OwnChunk
+
+
+def _share_experts_equally() -> None:
+    """Let each expert get as many tokens as the others: what a router chooses is not known without data."""
+
+    def shares(_: object, sends: Tensor, gets: Tensor, pairs: int, form: int) -> tuple[list[int], list[int], int]:
+        size = len(sends)
+        each = [pairs * (place + 1) // size - pairs * place // size for place in range(size)]
+        return each, each, form
+
+    setattr(ExchangedExperts, "shares", shares)  # noqa: B010
+    setattr(WholeExperts, "own_pairs", lambda _, is_own, size: torch.arange(len(is_own) // size))  # noqa: B010
 
 
 def _convert_without_data() -> None:

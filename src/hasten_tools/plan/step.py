@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
+from hasten.batching.split import measure as samples_of
 from hasten.extend.origin import FOLDERS
 from hasten.loggers.base import DummyLogger
 from hasten.loops.fit import make_step
 from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
-from hasten.strategies.mesh.stages import is_absent
+from hasten.strategies.experts import holds_experts
+from hasten.strategies.mesh.stages import is_absent, stages_of_blocks
 from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.ledger import (
@@ -156,7 +159,11 @@ class _PlannedFit:
         self.modes = ExitStack()
         self.measured: Measured | None = None
         self._gradient_bytes = 0
+        # Of the equal blocks of this process, those in a row; 0 if none was left out.
         self._blocks = 0
+        # How many experts each of the modules has that hold some; 1 without them.
+        self._experts = 1
+        self._samples = 0
         # The parameters between two steps: during a step ``fully_shard`` puts gathered ones in their place.
         self._parameters: list[nn.Parameter] = []
 
@@ -172,8 +179,10 @@ class _PlannedFit:
             return stack
 
         def shard_without_data(module: nn.Module, stored: Any = ()) -> None:
+            counts: list[Any] = [part.num_experts for part in module.modules() if holds_experts(part)]
+            self._experts = math.gcd(*counts) or 1
             if self.order.kept is not None:
-                self._blocks = blocks.leave_out(module, self.order.kept, self.ledger)
+                self._leave_out(module, runtime.strategy, self.order.kept)
             simulated.leave_out_metrics(module)
             simulated.without_data(module, self.mode)
             self.modes.enter_context(self.mode)
@@ -191,6 +200,15 @@ class _PlannedFit:
         own_runtime.init_module, own_runtime.strategy.shard = empty_module, shard_without_data
         train: Any = run.data.train
         train.load = load_data
+
+    def _leave_out(self, module: nn.Module, strategy: Any, kept: int) -> None:
+        """Leave out all but some of the equal blocks of a module, or of each of its stages."""
+        pipeline, stages, own = getattr(strategy, "pipeline", None), {}, [0]
+        if pipeline is not None:
+            stages = stages_of_blocks(module, pipeline.schedule.stages, pipeline.arguments["split"], strategy.owner)
+            own = pipeline.schedule.stages_of(self.order.process * pipeline.processes // self.order.devices)
+        # Several stages of a process are alike in all but what is around the blocks.
+        self._blocks = blocks.leave_out(module, kept, self.ledger, stages, own[0]) if len(own) == 1 else 0
 
     def steps(self, run: Run) -> None:
         """Run two training steps, and measure the second."""
@@ -233,6 +251,8 @@ class _PlannedFit:
         with simulated.on_real_tensors():
             run.data.train.stream.finish()
             for batch, _ in run.data.train.start_epoch():
+                with suppress(ValueError):
+                    self._samples = samples_of(batch)
                 return batch
         raise Unplannable("the training data has no batch.")
 
@@ -274,9 +294,7 @@ class _PlannedFit:
         offloads, idle = False, None
         mesh: dict[str, int] = {}
         if isinstance(strategy, MeshStrategy):
-            offloads, sizes = strategy.offloads, strategy.sizes
-            mesh = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
-            mesh |= {name: size for name in ("context", "pipeline") if (size := getattr(sizes, name)) > 1}
+            offloads, mesh = strategy.offloads, strategy.sizes.named(always=("replicate", "shard", "tensor"))
             if strategy.pipeline is not None:
                 idle = strategy.pipeline.schedule.idle_share(strategy.pipeline.parts)
         peak = self.ledger.peak
@@ -303,6 +321,9 @@ class _PlannedFit:
             kept=self.order.kept or 0 if self._blocks else 0,
             process=self.order.process,
             idle=idle,
+            flops=self.ledger.flops,
+            samples=self._samples,
+            experts=self._experts,
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.tree import is_sharded
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.strategies.mesh.blocks import (
     WrapPolicy,
@@ -129,6 +130,7 @@ class ParameterShards:
             mp_policy=policy,
             offload_policy=self._offload_policy,
             ignored_params=ignored or None,
+            shard_placement_fn=partial(_of_few_experts, mesh.size(-1)),
         )
         if policy.param_dtype is not None:
             self._shard_statistics(module, policy, shard)
@@ -260,7 +262,17 @@ def _by_features(shards: int, parameter: nn.Parameter) -> Any:
     """Return how a parameter of experts is sharded: each expert evenly if possible, because a process has few."""
     from torch.distributed.tensor import Shard
 
-    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % shards == 0 else None
+    even = [dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shards == 0]
+    return Shard(even[0]) if even else None
+
+
+def _of_few_experts(shards: int, parameter: nn.Parameter) -> Any:
+    """Return how a parameter is sharded: one of fewer experts than processes by features.
+
+    Divided by experts, each process would take and send the memory of a whole one, also those that have none.
+    """
+    is_of_few = parameter.ndim == 3 and parameter.shape[0] < shards and not is_sharded(parameter)
+    return _by_features(shards, parameter) if is_of_few else None
 
 
 # -- arguments

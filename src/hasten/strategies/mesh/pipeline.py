@@ -289,7 +289,9 @@ class Pipeline:
             if is_new and self._is_alone and not stage.is_first:
                 like = self._strategy.engine.as_forward(self._stages.input_of, module)
                 for kind, part in zip(kinds, batch.parts, strict=True):
-                    stage.expect(kind, like(stage.stage_index, batch.function, part))
+                    tensor = like(stage.stage_index, batch.function, part)
+                    check_stage_tensor(tensor, self._owner)
+                    stage.expect(kind, tensor)
         self._seen.update(kinds)
 
     @property

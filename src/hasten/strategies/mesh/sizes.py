@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Size = int | Literal["auto"]
@@ -84,6 +84,20 @@ class MeshSizes:
     def alike(self) -> int:
         """How many processes of a stage, whose ranks follow each other, read the same batches."""
         return self.context * self.tensor
+
+    def named(self, *, always: Container[str] = ()) -> dict[str, int]:
+        """Return the sizes by name, as arguments of ``MeshStrategy``, without those that are 1.
+
+        Args:
+            always: names of axes to have even if their size is 1.
+
+        Example::
+
+            >>> MeshSizes(shard=8, expert=4).named(always=["replicate"])
+            {'replicate': 1, 'shard': 8, 'expert': 4}
+
+        """
+        return {axis: size for axis, size in asdict(self).items() if size > 1 or axis in always}
 
     def dimensions(self, *, always: Container[str] = ()) -> dict[str, int]:
         """Return names and sizes of the dimensions of the mesh of parameters, without those of size 1.

@@ -62,16 +62,15 @@ class Stages:
         sequences: DeviceMesh | None = None,
     ) -> None:
         self.count, self.mine, self._owner, self._sequences = count, tuple(mine), owner, sequences
-        parent = _list_of(module, count, owner) if split is None else _parent_of(module, split, owner)
-        self._list_name, self._list = parent, module.get_submodule(parent)
+        stages = stages_of_blocks(module, count, split, owner)
+        self.names, self.stage_of = tuple(stages), list(stages.values())
+        self._list_name = self.names[0].rpartition(".")[0]
+        self._list = module.get_submodule(self._list_name)
         self._blocks = dict(self._list.named_children())
-        names = [f"{parent}.{key}" if parent else key for key in self._blocks]
-        self.names = tuple(names)
         # The place of the first block of each stage.
-        self.begins = _begins(names, split, count, owner)
-        self.stage_of = [sum(place >= begin for begin in self.begins) - 1 for place in range(len(names))]
+        self.begins = tuple(map(self.stage_of.index, range(count)))
         # The stages that have each parameter and buffer, by name: several where layers share it.
-        self.owners = _owners(module, parent, dict(zip(names, self.stage_of, strict=True)), count)
+        self.owners = _owners(module, stages, count)
         self.absent: dict[str, nn.Parameter] = {}
         self._stage: int | None = None
         self._received: Tensor | None = None
@@ -310,6 +309,19 @@ def _form_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 # -- which block belongs to which stage
 
 
+def stages_of_blocks(module: nn.Module, count: int, split: Sequence[str] | None, owner: str) -> dict[str, int]:
+    """Return the stage of each block of a module, by its name; see ``Stages`` for the arguments.
+
+    Raises:
+        ValueError: the blocks cannot be divided.
+
+    """
+    parent = _list_of(module, count, owner) if split is None else _parent_of(module, split, owner)
+    names = [f"{parent}.{key}" if parent else key for key, _ in module.get_submodule(parent).named_children()]
+    begins = _begins(names, split, count, owner)
+    return {name: sum(place >= begin for begin in begins) - 1 for place, name in enumerate(names)}
+
+
 def _list_of(module: nn.Module, count: int, owner: str) -> str:
     """Return the name of the list of blocks with the most parameters."""
     lists = {
@@ -376,7 +388,7 @@ def _begins(names: Sequence[str], split: Sequence[str] | None, count: int, owner
     return begins
 
 
-def _owners(module: nn.Module, parent: str, stages: dict[str, int], count: int) -> dict[str, tuple[int, ...]]:
+def _owners(module: nn.Module, stages: dict[str, int], count: int) -> dict[str, tuple[int, ...]]:
     """Return the stages that have each parameter and buffer: those of layers before the blocks are in the first."""
     of_tensor: dict[int, set[int]] = {}
     stage = 0

@@ -618,14 +618,6 @@ class MeshStrategy(ParallelStrategy):
     def simulate_one_process(self) -> None:
         if self.pipeline is not None:
             self.pipeline.simulate_one_process()
-        if self._expert > 1:
-            raise make_error(
-                ValueError,
-                f"{self._owner}(expert={self._expert}): which tokens come from other processes is not known to a "
-                "process alone, so its step cannot be followed.",
-                fix="Plan without expert=.",
-                argument="expert",
-            )
         this: Any = self
         self._simulate_collectives()
         # The first process would draw the values, and send the state of its random generators.
