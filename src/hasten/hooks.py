@@ -192,7 +192,7 @@ class Hooks:
 
     def _read_classes(self) -> list[tuple[object, ...]]:
         """Return the hooks of the classes of all owners, with one call for each."""
-        found = [_READ[Callback](type(callback)) for callback in self._callbacks]
+        found = [_READ[Callback](callback.__class__) for callback in self._callbacks]  # Also of a Mock of one.
         found.append(_READ[LightningModule](type(self._module)))
         if self._datamodule is not None:
             found.append(_READ[LightningDataModule](type(self._datamodule)))

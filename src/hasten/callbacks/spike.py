@@ -186,7 +186,8 @@ class SpikeDetection(Callback):
     def _handle_spike(self, trainer: Trainer | Fabric, batch_idx: int) -> None:
         new = [index for index in (batch_idx - 1, batch_idx) if index >= 0 and index not in self.bad_batches]
         self.bad_batches += new
-        path = Path(self.exclude_batches_path or getattr(trainer, "default_root_dir", ""))
+        folder: str = getattr(trainer, "default_root_dir", "")
+        path = Path(self.exclude_batches_path or folder)
         if path.suffix != ".json":
             path = path / FILE_NAME
         if trainer.is_global_zero:

@@ -233,7 +233,7 @@ def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
 def _turn(callback: Callback) -> int:
     from hasten.callbacks.checkpoint import Checkpoint
 
-    return isinstance(callback, Checkpoint) - hasattr(callback, "SUPPORTED_MODES")
+    return isinstance(callback, Checkpoint) - hasattr(type(callback), "SUPPORTED_MODES")
 
 
 def _saves(callback: Callback) -> bool:

@@ -10,6 +10,7 @@ from hasten import strategies
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import LightningEnum
 from hasten.extend.entry_points import found, load
+from hasten.extend.origin import ROOTS
 from hasten.machine.devices import ACCELERATORS, added_accelerators
 from hasten.resolve import REGISTERED_ACCELERATORS, REGISTERED_STRATEGIES, STRATEGIES
 
@@ -124,6 +125,16 @@ class Registry(dict[str, dict[str, Any]]):
         self._made.pop(name.lower(), None)
 
 
+def _loaded(name: str) -> Any:
+    return load("hasten.strategies", name, purpose=f"strategy={name!r}")
+
+
+def of_package(name: str) -> Any:
+    """Return the strategy that another package has added under a name."""
+    made = _loaded(name)
+    return made() if callable(made) else made
+
+
 def strategies_by_name(facades: Iterable[Any] = ()) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the class and the arguments of each name of a strategy.
 
@@ -131,12 +142,14 @@ def strategies_by_name(facades: Iterable[Any] = ()) -> dict[str, tuple[Any, dict
         facades: classes that take the place of those behind them.
 
     """
-    group, named = "hasten.strategies", {}
-    for name in dict.fromkeys((*STRATEGIES, *found(group))):
+    named, added = {}, found("hasten.strategies")
+    for name in dict.fromkeys((*STRATEGIES, *added)):
+        make: Any = of_package
+        arguments: dict[str, Any] = {"name": name}
         if name in STRATEGIES:
             make, arguments = getattr(strategies, STRATEGIES[name][0]), STRATEGIES[name][1]
-        else:
-            make, arguments = load(group, name, purpose=f"strategy={name!r}"), {}
+        elif added[name].value.partition(".")[0] in ROOTS:
+            make, arguments = _loaded(name), {}
         if isinstance(make, functools.partial):
             make, arguments = make.func, make.keywords
         if name.startswith("ddp"):
