@@ -465,7 +465,16 @@ class KeepsWeights(Manual):
         super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [KeepsWeights, Manual])
+class UsesTheNames(Manual):
+    """Has the names for something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.layers
+        self.saved_models = {"best": "a/path"}
+
+
+@pytest.mark.parametrize("kind", [KeepsWeights, Manual, UsesTheNames])
 def test_files_of_manual_optimization_have_the_weights_that_the_program_kept(tmp_path: Path, kind: Any) -> None:
     after: dict[int, Any] = {}
 

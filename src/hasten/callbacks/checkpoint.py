@@ -904,21 +904,33 @@ def _position(trainer: Trainer) -> list[int]:
 @contextmanager
 def _weights_before_step(module: LightningModule) -> Iterator[bool]:
     """Give ``module.layer`` the newest weights in ``module.saved_models``, if it has both, during a save."""
-    kept, layer = getattr(module, "saved_models", None), getattr(module, "layer", None)
-    if module.automatic_optimization or not (isinstance(kept, dict) and kept and isinstance(layer, torch.nn.Module)):
-        if not module.automatic_optimization and conventions.current().warns_of_settings:
+    layer: Any = getattr(module, "layer", None)
+    kept = None
+    if not module.automatic_optimization:
+        kept = _newest_weights(getattr(module, "saved_models", None), layer)
+        if kept is None and conventions.current().warns_of_settings:
             rank_zero_warn(
                 "ModelCheckpoint(every_n_train_steps=...): files of manual optimization have weights after steps.",
                 fix="For those before it, keep self.layer.state_dict() in self.saved_models[batch_idx].",
             )
+    if kept is None:
         yield False
         return
     now = {name: value.detach().clone() for name, value in layer.state_dict().items()}
-    layer.load_state_dict(kept[max(kept)])
+    layer.load_state_dict(kept)
     try:
         yield True
     finally:
         layer.load_state_dict(now)
+
+
+def _newest_weights(saved: Any, layer: Any) -> dict[str, Tensor] | None:
+    """Return the newest weights of a layer; None if a program uses the names for something else."""
+    if isinstance(saved, dict) and saved and isinstance(layer, torch.nn.Module) and all(type(n) is int for n in saved):
+        newest = saved[max(saved)]
+        if isinstance(newest, dict) and newest.keys() == layer.state_dict().keys():
+            return newest
+    return None
 
 
 def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
