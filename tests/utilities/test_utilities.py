@@ -363,7 +363,7 @@ def test_named_strings_show_their_class_and_compare_in_any_case() -> None:
     for kind in (Interval, WriteInterval, TrainerFn, RunningStage, TrainerStatus, enums.GradClipAlgorithmType):
         assert issubclass(kind, enums.LightningEnum)
         for member in kind:
-            assert f"{member}" == str(member) == f"{kind.__name__}.{member.name}"
+            assert (f"{member}", str(member)) == (member.value, f"{kind.__name__}.{member.name}")
             assert member == member.value.upper()
             assert member.value in list(kind)
             assert {member: 1}[member.value] == 1  # type: ignore[index]

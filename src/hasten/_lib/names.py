@@ -290,20 +290,24 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
 
 
 class LightningEnum(StrEnum):
-    """Named strings, compared without regard to case; ``str`` gives the name of a member.
+    """Named strings, compared without regard to case; ``str`` gives the name of a member, an f-string its value.
 
     Example::
 
         >>> class Color(LightningEnum):
         ...     RED = "red"
-        >>> str(Color.RED), Color.RED.value, Color.RED == "Red"
+        >>> str(Color.RED), f"{Color.RED}", Color.RED == "Red"
         ('Color.RED', 'red', True)
         >>> Color.from_str("RED")
         <Color.RED: 'red'>
 
     """
 
-    __str__, __format__ = Enum.__str__, Enum.__format__
+    __str__ = Enum.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        # As Lightning's on Python 3.10: file names such as f"{stage}.csv" have the value.
+        return format(self.value, format_spec)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Enum) and not isinstance(other, str):

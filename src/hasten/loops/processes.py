@@ -97,7 +97,7 @@ def check_module(run: Run) -> None:
     """Check that all processes train modules of the same parameters."""
     if run.runtime.several_processes:
         same_program.require_same(
-            f"module/{run.limits.number}", "Trainer." + (run.state.fn or "") + "()", same_program.of_module(run.module)
+            f"module/{run.limits.number}", f"Trainer.{run.state.fn}()", same_program.of_module(run.module)
         )
 
 
@@ -112,7 +112,7 @@ def check_optimizers(run: Run) -> None:
             facts |= {
                 f"`{name}` of scheduler {index}": same_program.plain(getattr(config, name)) for name in _OF_CONFIG
             }
-        same_program.require_same(f"optimizers/{run.limits.number}", "Trainer." + (run.state.fn or "") + "()", facts)
+        same_program.require_same(f"optimizers/{run.limits.number}", f"Trainer.{run.state.fn}()", facts)
 
 
 def nothing_to_train(run: Run) -> bool:
