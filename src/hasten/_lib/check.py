@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from hasten._lib.errors import MisconfigurationException, WrongType, make_error
 from hasten._lib.names import did_you_mean
+from hasten.extend.origin import module_of
 
 _T = TypeVar("_T")
 _Error = type[Exception] | None
@@ -296,7 +297,7 @@ def _is_one_of(kinds: tuple[type, ...], value: object) -> bool:
 
 def is_mock(value: object) -> bool:
     """Return whether a value is of ``unittest.mock``: tests of programs pass them for anything."""
-    return type(value).__module__ == "unittest.mock"
+    return module_of(type(value)) == "unittest.mock"
 
 
 @functools.cache
