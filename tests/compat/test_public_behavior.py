@@ -477,7 +477,7 @@ def test_hooks_get_the_call_as_an_object_that_is_its_name() -> None:
     run.validate(Model(), verbose=False)
     assert all(isinstance(stage, TrainerFn) for stage in seen)
     assert seen == ["fit"] * 3 + ["validate"] * 3
-    assert (f"{seen[0]}", seen[0].value) == ("TrainerFn.FITTING", "fit")
+    assert (str(seen[0]), f"{seen[0]}", seen[0].value) == ("TrainerFn.FITTING", "fit", "fit")
 
 
 def test_fabric_detects_spikes(tmp_path: Path) -> None:
