@@ -39,6 +39,16 @@ def test_a_wrong_program_ends_with_two_and_one_message_and_loads_little() -> Non
     )
 
 
+def test_an_older_jsonargparse_is_named_with_the_line_that_renews_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import jsonargparse
+
+    monkeypatch.setattr(jsonargparse, "ArgumentParser", object)
+    with refused(ImportError, fix="[cli]", says="jsonargparse 4.53"):
+        runpy.run_path(str(ROOT / "src" / "hasten" / "cli" / "__init__.py"))
+
+
 def test_without_jsonargparse_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import hasten._lib.optional as optional
 
