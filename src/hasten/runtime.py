@@ -383,6 +383,8 @@ class Runtime:
 
     def teardown(self) -> None:
         """Release what the run holds; the process group stays until the program ends."""
+        # Also where the strategy of a program defines teardown() and does not call that of its base.
+        self.checkpoint_io.teardown()
         self.strategy.teardown()
         self.precision.teardown()
         self.accelerator.teardown()

@@ -28,9 +28,10 @@ from hasten.checkpoint import background, files
 from hasten.loggers import CSVLogger
 from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from hasten.record import history
+from hasten.strategies import SingleDeviceStrategy
 from tests.callbacks.scripted import names
 from tests.loggers.test_several import Uploads
-from tests.models import quiet
+from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
 
 
@@ -538,3 +539,30 @@ def test_the_end_of_a_strategy_waits_for_files(tmp_path: Path) -> None:
     threading.Timer(0.05, written.set).start()
     strategy.teardown()
     assert (tmp_path / "a.ckpt").exists()
+
+
+def test_files_are_complete_after_a_fit_whose_strategy_defines_teardown(tmp_path: Path) -> None:
+    class Own(SingleDeviceStrategy):
+        def teardown(self) -> None:
+            """Release nothing."""
+
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.1)
+            super().save_checkpoint(*args, **kwargs)
+
+    class Watched(AsyncCheckpointIO):
+        torn_down = False
+
+        def teardown(self) -> None:
+            super().teardown()
+            self.torn_down = True
+
+    plugin = Watched(Slow())
+    saves = ModelCheckpoint(tmp_path, "{step}")
+    trainer = quiet(
+        strategy=Own(torch.device("cpu")), plugins=plugin, callbacks=[saves], enable_checkpointing=True, max_steps=2
+    )
+    trainer.fit(Classifier(), loader())
+    assert plugin.torn_down
+    assert (tmp_path / "step=2.ckpt").exists()
