@@ -303,7 +303,7 @@ MISTAKES = [
     warning("layers are kept in a plain list", "optimizer", "nn.ModuleList", lambda: check(Held())),
     warning("a tensor is held in a plain attribute", "buffers", 'self.register_buffer("weights", ...)',
             lambda: check(net(parts={"weights": torch.ones(2)}))),
-    warning("a tensor with gradients is no parameter", "buffers", "no optimizer trains it",
+    warning("a tensor that requires gradients is not a parameter", "buffers", "no optimizer trains it",
             lambda: check(net(parts={"scales": [torch.ones(2, requires_grad=True)]}))),
     warning("layers train in eval mode", "modes", "in eval mode (layers.0", lambda: check(in_eval_mode())),
     warning("dropout that does not end in eval mode", "eval mode", "layers.4 (Noisy)",

@@ -35,7 +35,7 @@ def by_name(mesh: Mapping[str, Size] | Sequence[Size]) -> dict[str, Size]:
     """Return the sizes of a mesh by the names of their axes, as arguments of ``MeshStrategy``.
 
     Raises:
-        ValueError: an axis does not exist, a size is no number, or there are not three or four sizes without names.
+        ValueError: an axis does not exist, a size is not a number, or sizes without names are not three or four.
 
     Example::
 

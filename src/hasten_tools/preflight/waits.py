@@ -138,7 +138,7 @@ def check_tensors(module: LightningModule, rows: Rows) -> None:
                 continue
             shown = f"{type(part).__name__}.{name}"
             if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-                seen = f"{shown} requires gradients and is no parameter of the module: no optimizer trains it"
+                seen = f"{shown} requires gradients but is not a parameter of the module: no optimizer trains it"
                 line = f"self.{name} = nn.Parameter(...), in a ParameterList or ParameterDict if there are several"
             else:
                 seen = f"{shown} is a tensor and no buffer: it does not move to the device with the module"

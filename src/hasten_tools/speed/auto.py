@@ -124,7 +124,7 @@ def program_of(
     if b"__main__" in pickled and main is None:
         raise make_error(
             TypeError,
-            "Trainer.advise: the class of the model was defined in this session, where other processes cannot find it.",
+            "Trainer.advise: the class of the model was defined interactively, where other processes cannot find it.",
             fix="Import it from a file; or run: hasten advise program.py",
         )
     names = conventions.current() is not conventions.HASTEN
