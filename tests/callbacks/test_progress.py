@@ -464,11 +464,11 @@ def test_a_resumed_epoch_does_not_count_what_was_done_before() -> None:
     opened.reset(total=1000)
     opened.initial = 900
     assert opened.task.completed == 900
+    opened.task.start_time -= 10  # It began ten seconds ago.
     opened.n = 910
     opened.refresh()
-    text = speed_text(opened.task)
-    elapsed = opened.task.elapsed
-    assert float(text.removesuffix("it/s")) <= 10 / elapsed * 1.01 + 1e6 * (elapsed < 1e-4)
+    # Ten steps, and not 910, in ten seconds; less where this test was held up.
+    assert 0 < float(speed_text(opened.task).removesuffix("it/s")) <= 1
     assert opened.initial == 900
     bar._stop()
 
