@@ -53,7 +53,8 @@ $(BIN)/python:
 		{ echo "hasten needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Modules are compiled when they are first imported, which most of these packages' never are.
+# Most modules of these packages are never imported, so pip compiles none. Those that the tests import are compiled
+# here, by one process: the test processes would all do it at the same time.
 # hasten is built with the hatchling that was checked, and what this Python needs besides the lock is named.
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt scripts/lock.py | $(BIN)/python
 	$(BIN)/python scripts/lock.py install pip
@@ -61,6 +62,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt scripts/lock.py | 
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --constraint constraints.txt \
 		--editable '.[dev]'
 	@$(BIN)/python scripts/lock.py unlocked
+	-@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --collect-only --quiet > /dev/null
 	@touch $@ $(DEMO_STAMP)
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
