@@ -58,10 +58,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_workers_that_wait_for_a_disk_pay_and_leave_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(1)
-    data = Slow(4.0)
+    data = Slow(10.0)
     given = DataLoader(data, 8, shuffle=True, generator=generator)
     states = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state())
-    found = auto_workers(given, seconds=0.3)
+    found = auto_workers(given, seconds=0.6)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state()
     assert found.num_workers >= 2
     assert given.num_workers == 0
