@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from docstrings import in_markdown  # noqa: E402
 
+from hasten._lib.errors import is_absent  # noqa: E402
+
 LOG = logging.getLogger("mkdocs.hooks.site")
 
 # Markdown files outside docs/ and their pages.
@@ -152,16 +154,23 @@ GROUPS = {
 }
 # Methods of the Trainer that are functions of another module.
 TOOLS = ("advise", "check", "eject")
-# Methods that authors of a class override; they call the others.
+# Classes that users mostly call, and what authors override of them.
+CALLED: dict[str, tuple[str, ...]] = {"Trainer": (), "Fabric": ("run",)}
+# Methods that authors of other classes override; they call the rest.
 OVERRIDDEN = re.compile(
     r"on_\w+|configure_(?!gradient_clipping$)\w+|\w+_step|\w+_dataloader|setup|teardown|prepare_data|transfer_batch_to_device"
     r"|forward|configure_gradient_clipping|optimizer_zero_grad|backward|run|(?:load_)?state_dict"
 )
-# Output and commands without columns: no two spaces between words.
+# What may wrap: commands, examples, and output without columns (two spaces between words).
 _MESSAGE = re.compile(
-    r'(<div class="language-(?:text|console) highlight")>(?!(?:(?!</pre>).)*[^\s>] {2,}\S)', re.DOTALL
+    r'(<div class="language-(?:sh|pycon|(?:text|console)(?! highlight">(?:(?!</pre>).)*[^\s>] {2,}\S)) highlight")>',
+    re.DOTALL,
 )
 _WRAPPED = r"\1 data-wrap>"
+# Long code in a cell breaks after these, not within a word.
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_CELL_CODE = re.compile(r"<code>([^<]{25,})</code>")
+_BREAK = re.compile(r"(::|[_=(.,]|(?<!<)/)(?=[\w&\[{])")
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
 MOST_CHARACTERS = 100_000
@@ -312,7 +321,8 @@ def summary(owner: type, path: str) -> tuple[list[str], list[str]]:
         ):
             continue
         group = "What you read" if not inspect.isroutine(thing) else "What you call"
-        if group == "What you call" and OVERRIDDEN.fullmatch(name) and owner.__name__ != "Trainer":
+        own = CALLED.get(owner.__name__)
+        if group == "What you call" and (OVERRIDDEN.fullmatch(name) if own is None else name in own):
             group = "What you override"
         anchor = f"{path}.{name}"
         if not here and name in TOOLS:
@@ -321,9 +331,9 @@ def summary(owner: type, path: str) -> tuple[list[str], list[str]]:
         shown = f"[`{name}`](#{anchor})" if here or anchor in elsewhere else f"`{name}`"
         rows[group].append(f"| {shown} | {first_sentence(thing if thing.__doc__ else function)} |")
     text = []
-    for group, lines in rows.items():
-        if lines:
-            text += [f"**{group}**", "", "| name | |", "|---|---|", *lines, ""]
+    for group in GROUPS if owner.__name__ in CALLED else reversed(GROUPS):
+        if rows[group]:
+            text += [f"**{group}**", "", "| name | |", "|---|---|", *rows[group], ""]
     return text, elsewhere
 
 
@@ -342,11 +352,13 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
         text = [f"# {title}", "", about, ""]
         module = places[0].removesuffix(f".{title}")
         tables[page] = rows = [f"### {title}", "", f"{about} In `{module}`.", "", "| name | |", "|---|---|"]
-        for name, thing in names.items():
+        # Constants and type aliases come last.
+        for name, thing in sorted(names.items(), key=lambda each: object_path(each[1]) is None):
             path, short = object_path(thing), name.rpartition(".")[2]
             if (path or short) in shown:
                 other_page, other = shown[path or short]
-                text += [f'<span id="{name}"></span>`{name}` is [`{other}`]({other_page}.md#{other}).', ""]
+                where = f"is [`{other}`]" if other != name else f"has [a page of its own, {REFERENCE[other_page][0]}]"
+                text += [f'<span id="{name}"></span>`{name}` {where}({other_page}.md#{other}).', ""]
                 continue
             shown[path or short] = (page, name)
             rows.append(f"| [`{short}`]({page}.md#{name}) | {first_sentence(thing) if path else ''} |")
@@ -354,7 +366,9 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
             if path is None:
                 is_object = inspect.isclass(thing) or inspect.isroutine(thing)
                 value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
-                text += [f"## {short}", "", "```text", re.sub(r" at 0x\w+", "", value), "```", ""]
+                text += [f"## `{short}`", "", "```text", re.sub(r" at 0x\w+", "", value), "```", ""]
+            elif is_absent(thing):
+                text += [f"## {short}", "", thing.__doc__, ""]
             elif whole:
                 tables_of_it, elsewhere = summary(thing, path) if name in places else ([], [])
                 text += [*tables_of_it, f"::: {path}", "    options:", f"      heading: {short}"]
@@ -410,7 +424,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Tell the style sheet how to show tables, and which output has no columns."""
+    """Tell the style sheet how to show tables, and which lines may wrap."""
     html = re.sub(r"<table>(.*?)</table>", _table, html, flags=re.DOTALL)
     return _MESSAGE.sub(_WRAPPED, html)
 
@@ -428,13 +442,20 @@ def _table(found: re.Match[str]) -> str:
     # Sentences become narrow in columns; numbers are compared with those above them.
     long = sum(max((len(row[number]) for row in cells), default=0) > 24 for number in range(len(labels)))
     if long >= max(2, len(labels) / 2):
-        marks += " data-rows"
+        marks += f' data-rows="{len(labels)}"'
     elif long and len(labels) > 3:
         marks += " data-lines"
-    if marks.endswith(("rows", "lines")):
+    # A date, a number with its unit and one short word stay on one line.
+    body = re.sub(r"<td(?=[^>]*>((?:(?!</td>).)*))", _whole, body, flags=re.DOTALL)
+    if "data-rows" in marks or "data-lines" in marks:
         numbers = iter(range(body.count("<td")))
         body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)
     return f"<table{marks}>{head}<tbody>{body}</table>" if body else found[0]
+
+
+def _whole(cell: re.Match[str]) -> str:
+    text = html_text(cell[1])
+    return f"{cell[0]} data-whole" if len(text) <= 12 or (len(text) <= 30 and " " not in text) else cell[0]
 
 
 def html_text(html: str) -> str:
@@ -442,8 +463,17 @@ def html_text(html: str) -> str:
     return re.sub(r"<[^>]+>", "", html).replace('"', "&quot;").strip()
 
 
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """Say on the page for wrong addresses where to go on."""
+    if template_name != "404.html":
+        return output_content
+    more = '<p>No page has this address. Search for it above, or begin at the <a href="/index.html">home page</a>.</p>'
+    return output_content.replace("404 - Not found</h1>", f"Page not found</h1>{more}")
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Lead from parts of a page that have moved to where they are."""
+    """Let long code in cells break, and lead from parts of a page that have moved to where they are."""
+    output = _CELL.sub(lambda cell: _CELL_CODE.sub(lambda code: _BREAK.sub(r"\1<wbr>", code[0]), cell[0]), output)
     moved = {
         f"#{part}": relative(there, page.url)
         for before, there in MOVED.items()

@@ -632,10 +632,10 @@ def tables() -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    text = re.sub(r"(/[\w.-]+)+/(?=\w+)", "", text)
-    for sign in ("|", "<", "_", "*", "["):
-        text = text.replace(sign, "\\" + sign)
-    return text
+    parts = re.sub(r"(/[\w.-]+)+/(?=\w+)", "", text).split("`")
+    # Between backticks signs mean themselves. At the end of a cell, braces would be attributes of it.
+    parts[::2] = [re.sub(r"([|<_*\[{])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def between(page: str, begin: str, end: str) -> tuple[str, str, str]:
