@@ -103,7 +103,7 @@ def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
             rows.warning(
                 "monitor",
                 f"ModelCheckpoint(filename={callback.filename!r}): nothing logs {name!r}; it becomes 0 in every name.",
-                f'filename="{str(callback.filename).replace("{" + name, "{" + near)}"' if near else "",
+                f'filename="{str(callback.filename).replace("{" + name, "{" + near)}"' if near else f'self.log("{name}", ...)',
             )
 
 
