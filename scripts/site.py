@@ -46,8 +46,8 @@ BOOST = {
     "bad_loss.md": 2.0,
     "checkpoints.md": 2.0,
     "install.md": 2.0,
-    "errors.md": 2.0,
-    "cookbook/": 1.5,
+    "errors.md": 4.0,
+    "cookbook/": 2.0,
     "differences": 0.5,
     "census.md": 0.5,
     "hooks.md": 0.5,
@@ -467,7 +467,7 @@ def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
     """Say on the page for wrong addresses where to go on."""
     if template_name != "404.html":
         return output_content
-    more = '<p>No page has this address. Search for it above, or begin at the <a href="/index.html">home page</a>.</p>'
+    more = "<p>No page has this address. Search for it above, or begin at the <a href=/index.html>home page</a>.</p>"
     return output_content.replace("404 - Not found</h1>", f"Page not found</h1>{more}")
 
 
