@@ -166,7 +166,8 @@ _MESSAGE = re.compile(
     r'(<div class="language-(?:sh|pycon|(?:text|console)(?! highlight">(?:(?!</pre>).)*[^\s>] {2,}\S)) highlight")>',
     re.DOTALL,
 )
-_WRAPPED = r"\1 data-wrap>"
+# Programs among them, by their indentation, keep their lines on a phone.
+_PROGRAM = re.compile(r'(<div class="language-text highlight" data-wrap)(?=>(?:(?!</pre>).)*\n {8})', re.DOTALL)
 # Long code in a cell breaks after these, not within a word.
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 _CELL_CODE = re.compile(r"<code>([^<]{25,})</code>")
@@ -372,6 +373,7 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
             elif whole:
                 tables_of_it, elsewhere = summary(thing, path) if name in places else ([], [])
                 text += [*tables_of_it, f"::: {path}", "    options:", f"      heading: {short}"]
+                text += [f"      toc_label: {short}"]
                 text += ["      inherited_members: true", ""] if name in places else [""]
                 for other in elsewhere:
                     heading = f"{short}.{other.rpartition('.')[2]}"
@@ -404,6 +406,14 @@ def on_files(files: Files, config: Any) -> Files:
             content = text_of(path)
         files.append(File.generated(config, page, content=content))
     pages, tables = reference(whole=config.extra["api"])
+    config.extra["renamed"] = {
+        f"reference/{page}.md": [
+            (old, new)
+            for name, thing in names.items()
+            if (old := (object_path(thing) or name).rpartition(".")[2]) != (new := name.rpartition(".")[2])
+        ]
+        for page, names in public_names().items()
+    }
     for page, content in pages.items():
         files.append(File.generated(config, page, content=content))
     config.extra["reference"] = tables
@@ -423,10 +433,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     return markdown
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Tell the style sheet how to show tables, and which lines may wrap."""
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """Tell the style sheet how to show tables, and which lines may wrap; name aliases as users write them."""
     html = re.sub(r"<table>(.*?)</table>", _table, html, flags=re.DOTALL)
-    return _MESSAGE.sub(_WRAPPED, html)
+    for old, new in config.extra["renamed"].get(page.file.src_uri, ()):
+        html = html.replace(f'<span class="nf">{old}</span>', f'<span class="nf">{new}</span>')
+    return _PROGRAM.sub(r'\1="wide"', _MESSAGE.sub(r"\1 data-wrap>", html))
 
 
 def _table(found: re.Match[str]) -> str:
@@ -443,8 +455,10 @@ def _table(found: re.Match[str]) -> str:
     long = sum(max((len(row[number]) for row in cells), default=0) > 24 for number in range(len(labels)))
     if long >= max(2, len(labels) / 2):
         marks += f' data-rows="{len(labels)}"'
-    elif long and len(labels) > 3:
+    elif long and len(labels) > 2:
         marks += " data-lines"
+    if cells and all(re.fullmatch(r"[\d., x B]+", row[0]) for row in cells):
+        marks += " data-number"
     # A date, a number with its unit and one short word stay on one line.
     body = re.sub(r"<td(?=[^>]*>((?:(?!</td>).)*))", _whole, body, flags=re.DOTALL)
     if "data-rows" in marks or "data-lines" in marks:
@@ -455,7 +469,9 @@ def _table(found: re.Match[str]) -> str:
 
 def _whole(cell: re.Match[str]) -> str:
     text = html_text(cell[1])
-    return f"{cell[0]} data-whole" if len(text) <= 12 or (len(text) <= 30 and " " not in text) else cell[0]
+    if len(text) <= 14:
+        return f'{cell[0]} data-whole="short"'
+    return f"{cell[0]} data-whole" if len(text) <= 30 and " " not in text else cell[0]
 
 
 def html_text(html: str) -> str:

@@ -651,6 +651,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_tests() -> None:
         assert lines[0].startswith(f"| {first} |")
         rows += [line.split(" | ")[0].removeprefix("| ") for line in lines]
     assert rows == [mistake.text for mistake in MISTAKES], "run: python -m tests.preflight.test_mistakes"
+    assert _cell('{"a_b": 1} | `a_b`') == '\\{"a\\_b": 1} \\| `a_b`'
 
 
 def example() -> str:

@@ -164,9 +164,9 @@ def page() -> str:
     lines = [
         "# The order of the hooks",
         "",
-        "This page lists the hooks of modules, datamodules and callbacks in the order in which the Trainer calls them. It",
-        "is recorded from runs with two training batches and one validation batch in an epoch, and a test compares it with",
-        "new ones. To write it again: `python -m tests.story.hook_order --write`.",
+        "This page lists the hooks of modules, datamodules and callbacks, in the order in which the Trainer calls",
+        "them. It is recorded from runs with two training batches and one validation batch in an epoch, and a test",
+        "compares it with new ones. To write it again: `python -m tests.story.hook_order --write`.",
         "",
         "## The hooks of a fit",
         "",
