@@ -169,7 +169,7 @@ _MESSAGE = re.compile(
 # Programs among them, by their indentation, keep their lines on a phone.
 _PROGRAM = re.compile(r'(<div class="language-text highlight" data-wrap)(?=>(?:(?!</pre>).)*\n {8})', re.DOTALL)
 # Long code in a cell breaks after these, not within a word.
-_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_CELL = re.compile(r"<td(?![^>]*data-whole)[^>]*>.*?</td>", re.DOTALL)
 _CELL_CODE = re.compile(r"<code>([^<]{25,})</code>")
 _BREAK = re.compile(r"(::|[_=(.,]|(?<!<)/)(?=[\w&\[{])")
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
