@@ -167,7 +167,7 @@ _MESSAGE = re.compile(
     re.DOTALL,
 )
 # Programs among them, by their indentation, keep their lines on a phone.
-_PROGRAM = re.compile(r'(<div class="language-text highlight" data-wrap)(?=>(?:(?!</pre>).)*\n {8})', re.DOTALL)
+_PROGRAM = re.compile(r'(<div class="language-text highlight" data-wrap)(?=>(?:(?!</pre>).)*> {8})', re.DOTALL)
 # Long code in a cell breaks after these, not within a word.
 _CELL = re.compile(r"<td(?![^>]*data-whole)[^>]*>.*?</td>", re.DOTALL)
 _CELL_CODE = re.compile(r"<code>([^<]{25,})</code>")
