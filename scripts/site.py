@@ -48,6 +48,7 @@ BOOST = {
     "install.md": 2.0,
     "errors.md": 4.0,
     "cookbook/": 2.0,
+    "comparison.md": 0.5,
     "differences": 0.5,
     "census.md": 0.5,
     "hooks.md": 0.5,
