@@ -51,7 +51,7 @@ BOOST = {
     "comparison.md": 0.5,
     "differences": 0.5,
     "census.md": 0.5,
-    "hooks.md": 0.5,
+    "hooks.md": 0.2,
     "reference/": 0.3,
     "architecture.md": 0.3,
     "where_things_are.md": 0.3,
