@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from docstrings import in_markdown  # noqa: E402
 
+from hasten._lib.errors import is_absent  # noqa: E402
+
 LOG = logging.getLogger("mkdocs.hooks.site")
 
 # Markdown files outside docs/ and their pages.
@@ -44,11 +46,12 @@ BOOST = {
     "bad_loss.md": 2.0,
     "checkpoints.md": 2.0,
     "install.md": 2.0,
-    "errors.md": 2.0,
-    "cookbook/": 1.5,
+    "errors.md": 4.0,
+    "cookbook/": 2.0,
+    "comparison.md": 0.5,
     "differences": 0.5,
     "census.md": 0.5,
-    "hooks.md": 0.5,
+    "hooks.md": 0.2,
     "reference/": 0.3,
     "architecture.md": 0.3,
     "where_things_are.md": 0.3,
@@ -86,6 +89,12 @@ MOVED = {
     "differences.html#logging": "differences_by_part.html#logging",
     "differences.html#callbacks": "differences_by_part.html#callbacks",
     "differences.html#precision": "differences_by_part.html#precision",
+    "guides/logging.html#where-the-values-go": "guides/logging.html#where-the-logs-are",
+    "guides/precision.html#your-own-loop": "guides/precision.html#with-fabric",
+    "guides/validation.html#without-training": "guides/validation.html#validate-test-and-predict-without-training",
+    "guides/checkpoints.html#use-the-weights": "guides/checkpoints.html#load-a-model",
+    "guides/many_devices.html#before-you-rent-the-machine": "guides/many_devices.html#before-you-use-many-gpus",
+    "reliability.html#the-loop-costs-almost-nothing": "reliability.html#the-loop-adds-little-overhead",
     "architecture.html#how-to-add": "where_things_are.html#how-to-add",
     "architecture.html#where-an-argument-is-implemented": "where_things_are.html#where-an-argument-is-implemented",
     "architecture.html#glossary": "where_things_are.html#glossary",
@@ -152,16 +161,24 @@ GROUPS = {
 }
 # Methods of the Trainer that are functions of another module.
 TOOLS = ("advise", "check", "eject")
-# Methods that authors of a class override; they call the others.
+# Classes that users mostly call, and what authors override of them.
+CALLED: dict[str, tuple[str, ...]] = {"Trainer": (), "Fabric": ("run",)}
+# Methods that authors of other classes override; they call the rest.
 OVERRIDDEN = re.compile(
     r"on_\w+|configure_(?!gradient_clipping$)\w+|\w+_step|\w+_dataloader|setup|teardown|prepare_data|transfer_batch_to_device"
     r"|forward|configure_gradient_clipping|optimizer_zero_grad|backward|run|(?:load_)?state_dict"
 )
-# Output and commands without columns: no two spaces between words.
+# What may wrap: commands, examples, and output without columns (two spaces between words).
 _MESSAGE = re.compile(
-    r'(<div class="language-(?:text|console) highlight")>(?!(?:(?!</pre>).)*[^\s>] {2,}\S)', re.DOTALL
+    r'(<div class="language-(?:sh|pycon|(?:text|console)(?! highlight">(?:(?!</pre>).)*[^\s>] {2,}\S)) highlight")>',
+    re.DOTALL,
 )
-_WRAPPED = r"\1 data-wrap>"
+# Programs among them, by their indentation, keep their lines on a phone.
+_PROGRAM = re.compile(r'(<div class="language-text highlight" data-wrap)(?=>(?:(?!</pre>).)*> {8})', re.DOTALL)
+# Long code in a cell breaks after these, not within a word.
+_CELL = re.compile(r"<td(?![^>]*data-whole)[^>]*>.*?</td>", re.DOTALL)
+_CELL_CODE = re.compile(r"<code>([^<]{25,})</code>")
+_BREAK = re.compile(r"(::|[_=(.,]|(?<!<)/)(?=[\w&\[{])")
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
 MOST_CHARACTERS = 100_000
@@ -312,7 +329,8 @@ def summary(owner: type, path: str) -> tuple[list[str], list[str]]:
         ):
             continue
         group = "What you read" if not inspect.isroutine(thing) else "What you call"
-        if group == "What you call" and OVERRIDDEN.fullmatch(name) and owner.__name__ != "Trainer":
+        own = CALLED.get(owner.__name__)
+        if group == "What you call" and (OVERRIDDEN.fullmatch(name) if own is None else name in own):
             group = "What you override"
         anchor = f"{path}.{name}"
         if not here and name in TOOLS:
@@ -321,9 +339,9 @@ def summary(owner: type, path: str) -> tuple[list[str], list[str]]:
         shown = f"[`{name}`](#{anchor})" if here or anchor in elsewhere else f"`{name}`"
         rows[group].append(f"| {shown} | {first_sentence(thing if thing.__doc__ else function)} |")
     text = []
-    for group, lines in rows.items():
-        if lines:
-            text += [f"**{group}**", "", "| name | |", "|---|---|", *lines, ""]
+    for group in GROUPS if owner.__name__ in CALLED else reversed(GROUPS):
+        if rows[group]:
+            text += [f"**{group}**", "", "| name | |", "|---|---|", *rows[group], ""]
     return text, elsewhere
 
 
@@ -342,11 +360,13 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
         text = [f"# {title}", "", about, ""]
         module = places[0].removesuffix(f".{title}")
         tables[page] = rows = [f"### {title}", "", f"{about} In `{module}`.", "", "| name | |", "|---|---|"]
-        for name, thing in names.items():
+        # Constants and type aliases come last.
+        for name, thing in sorted(names.items(), key=lambda each: object_path(each[1]) is None):
             path, short = object_path(thing), name.rpartition(".")[2]
             if (path or short) in shown:
                 other_page, other = shown[path or short]
-                text += [f'<span id="{name}"></span>`{name}` is [`{other}`]({other_page}.md#{other}).', ""]
+                where = f"is [`{other}`]" if other != name else f"has [a page of its own, {REFERENCE[other_page][0]}]"
+                text += [f'<span id="{name}"></span>`{name}` {where}({other_page}.md#{other}).', ""]
                 continue
             shown[path or short] = (page, name)
             rows.append(f"| [`{short}`]({page}.md#{name}) | {first_sentence(thing) if path else ''} |")
@@ -354,10 +374,13 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
             if path is None:
                 is_object = inspect.isclass(thing) or inspect.isroutine(thing)
                 value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
-                text += [f"## {short}", "", "```text", re.sub(r" at 0x\w+", "", value), "```", ""]
+                text += [f"## `{short}`", "", "```text", re.sub(r" at 0x\w+", "", value), "```", ""]
+            elif is_absent(thing):
+                text += [f"## {short}", "", thing.__doc__, ""]
             elif whole:
                 tables_of_it, elsewhere = summary(thing, path) if name in places else ([], [])
                 text += [*tables_of_it, f"::: {path}", "    options:", f"      heading: {short}"]
+                text += [f"      toc_label: {short}"]
                 text += ["      inherited_members: true", ""] if name in places else [""]
                 for other in elsewhere:
                     heading = f"{short}.{other.rpartition('.')[2]}"
@@ -390,6 +413,14 @@ def on_files(files: Files, config: Any) -> Files:
             content = text_of(path)
         files.append(File.generated(config, page, content=content))
     pages, tables = reference(whole=config.extra["api"])
+    config.extra["renamed"] = {
+        f"reference/{page}.md": [
+            (old, new)
+            for name, thing in names.items()
+            if (old := (object_path(thing) or name).rpartition(".")[2]) != (new := name.rpartition(".")[2])
+        ]
+        for page, names in public_names().items()
+    }
     for page, content in pages.items():
         files.append(File.generated(config, page, content=content))
     config.extra["reference"] = tables
@@ -409,10 +440,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     return markdown
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Tell the style sheet how to show tables, and which output has no columns."""
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """Tell the style sheet how to show tables, and which lines may wrap; name aliases as users write them."""
     html = re.sub(r"<table>(.*?)</table>", _table, html, flags=re.DOTALL)
-    return _MESSAGE.sub(_WRAPPED, html)
+    for old, new in config.extra["renamed"].get(page.file.src_uri, ()):
+        html = html.replace(f'<span class="nf">{old}</span>', f'<span class="nf">{new}</span>')
+    return _PROGRAM.sub(r'\1="wide"', _MESSAGE.sub(r"\1 data-wrap>", html))
 
 
 def _table(found: re.Match[str]) -> str:
@@ -428,13 +461,24 @@ def _table(found: re.Match[str]) -> str:
     # Sentences become narrow in columns; numbers are compared with those above them.
     long = sum(max((len(row[number]) for row in cells), default=0) > 24 for number in range(len(labels)))
     if long >= max(2, len(labels) / 2):
-        marks += " data-rows"
-    elif long and len(labels) > 3:
+        marks += f' data-rows="{len(labels)}"'
+    elif long and len(labels) > 2:
         marks += " data-lines"
-    if marks.endswith(("rows", "lines")):
+    if cells and all(re.fullmatch(r"[\d., x B]+", row[0]) for row in cells):
+        marks += " data-number"
+    # A date, a number with its unit and one short word stay on one line.
+    body = re.sub(r"<td(?=[^>]*>((?:(?!</td>).)*))", _whole, body, flags=re.DOTALL)
+    if "data-rows" in marks or "data-lines" in marks:
         numbers = iter(range(body.count("<td")))
         body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)
     return f"<table{marks}>{head}<tbody>{body}</table>" if body else found[0]
+
+
+def _whole(cell: re.Match[str]) -> str:
+    text = html_text(cell[1])
+    if len(text) <= 14:
+        return f'{cell[0]} data-whole="short"'
+    return f"{cell[0]} data-whole" if len(text) <= 30 and " " not in text else cell[0]
 
 
 def html_text(html: str) -> str:
@@ -442,8 +486,17 @@ def html_text(html: str) -> str:
     return re.sub(r"<[^>]+>", "", html).replace('"', "&quot;").strip()
 
 
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """Say on the page for wrong addresses where to go on."""
+    if template_name != "404.html":
+        return output_content
+    more = "<p>No page has this address. Search for it above, or begin at the <a href=/index.html>home page</a>.</p>"
+    return output_content.replace("404 - Not found</h1>", f"Page not found</h1>{more}")
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Lead from parts of a page that have moved to where they are."""
+    """Let long code in cells break, and lead from parts of a page that have moved to where they are."""
+    output = _CELL.sub(lambda cell: _CELL_CODE.sub(lambda code: _BREAK.sub(r"\1<wbr>", code[0]), cell[0]), output)
     moved = {
         f"#{part}": relative(there, page.url)
         for before, there in MOVED.items()

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,13 @@ QUESTIONS = {
     "nan loss": ("bad_loss",),
     "faster": ("speed", "speed/advise"),
     "error messages": ("errors",),
+    "where are the logs": ("guides/logging",),
+    "continue training": ("resuming",),
+    "two gpus": ("guides/many_devices",),
+    "own loop": ("cookbook/training",),
+    "notebook": ("guides/notebook_to_cluster",),
+    "lightning programs": ("compat",),
+    "leave": ("eject",),
 }
 
 
@@ -192,6 +200,29 @@ def test_the_measured_factors_are_those_of_the_results() -> None:
     for line, width, speed in shown:
         assert f"{speeds[f'L.Trainer({line})']:.2f}" == speed
         assert float(width) == pytest.approx(100 * float(speed) / max(speeds.values()), abs=0.2)
+
+
+def test_cells_and_blocks_say_how_they_may_wrap() -> None:
+    name = "tests/docs/test_site.py::test_cells_and_blocks"
+    html = (
+        "<table><thead><tr><th>when</th><th>what</th></tr></thead>"
+        f"<tbody><tr><td>2026-11-28</td><td>Run <code>{name}</code></td></tr></tbody></table>"
+        '<div class="language-sh highlight"><pre>a  # b</pre></div>'
+        '<div class="language-text highlight"><pre>a  b</pre></div>'
+        '<div class="language-python highlight"><span class="nf">Old</span></div>'
+    )
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="reference/a.md"), url="reference/a.html")
+    found = script().on_page_content(
+        html, page=page, config=SimpleNamespace(extra={"renamed": {"reference/a.md": [("Old", "New")]}})
+    )
+    assert '<td data-whole="short">2026-11-28</td>' in found
+    assert 'sh highlight" data-wrap' in found
+    assert 'text highlight"><pre>' in found
+    assert '<span class="nf">New</span>' in found
+    shown = script().on_post_page(found, page=page)
+    assert (
+        "<code>tests/<wbr>docs/<wbr>test_<wbr>site.<wbr>py::<wbr>test_<wbr>cells_<wbr>and_<wbr>blocks</code>" in shown
+    )
 
 
 def test_docstrings_become_markdown() -> None:

@@ -632,10 +632,10 @@ def tables() -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    text = re.sub(r"(/[\w.-]+)+/(?=\w+)", "", text)
-    for sign in ("|", "<", "_", "*", "["):
-        text = text.replace(sign, "\\" + sign)
-    return text
+    parts = re.sub(r"(/[\w.-]+)+/(?=\w+)", "", text).split("`")
+    # Between backticks signs mean themselves. At the end of a cell, braces would be attributes of it.
+    parts[::2] = [re.sub(r"([|<_*\[{])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def between(page: str, begin: str, end: str) -> tuple[str, str, str]:
@@ -651,6 +651,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_tests() -> None:
         assert lines[0].startswith(f"| {first} |")
         rows += [line.split(" | ")[0].removeprefix("| ") for line in lines]
     assert rows == [mistake.text for mistake in MISTAKES], "run: python -m tests.preflight.test_mistakes"
+    assert _cell('{"a_b": 1} | `a_b`') == '\\{"a\\_b": 1} \\| `a_b`'
 
 
 def example() -> str:

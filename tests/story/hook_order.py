@@ -164,9 +164,9 @@ def page() -> str:
     lines = [
         "# The order of the hooks",
         "",
-        "This page is recorded from runs, and a test compares it with new ones. To write it again:",
-        "`python -m tests.story.hook_order --write`. An epoch of these runs has two training batches and one",
-        "validation batch.",
+        "This page lists the hooks of modules, datamodules and callbacks, in the order in which the Trainer calls",
+        "them. It is recorded from runs with two training batches and one validation batch in an epoch, and a test",
+        "compares it with new ones. To write it again: `python -m tests.story.hook_order --write`.",
         "",
         "## The hooks of a fit",
         "",
@@ -188,7 +188,7 @@ def page() -> str:
         "",
         "## Each run, call by call",
         "",
-        "`hook x 2` ran twice in a row. The objects are called in the order of the table.",
+        "The objects are called in the order of the table.",
     ]
     for name in SHOWN:
         hooks = [hook for hook, _ in runs[name]]

@@ -100,10 +100,11 @@ def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
     for name in _FIELD.findall(str(callback.filename)):
         if name not in known:
             near = nearest(name, sorted(known))
+            written = str(callback.filename)
             rows.warning(
                 "monitor",
-                f"ModelCheckpoint(filename={callback.filename!r}): nothing logs {name!r}; it becomes 0 in every name.",
-                f'filename="{str(callback.filename).replace("{" + name, "{" + near)}"' if near else "",
+                f"ModelCheckpoint(filename={written!r}): nothing logs {name!r}; it becomes 0 in every name.",
+                f'filename="{written.replace("{" + name, "{" + near)}"' if near else f'self.log("{name}", ...)',
             )
 
 
