@@ -25,6 +25,7 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import describe_misfit, load_weights
 from hasten.elsewhere.conventions import class_of
 from hasten.extend.origin import comes_from, is_builtin
+from hasten.hooks import nothing
 from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
@@ -412,7 +413,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         in_16_bits = bool((self.config.get("bf16") or {}).get("bf16_optimizer_states"))
         own, said = as_cpu_adam(optimizer, [each.scheduler for each in schedulers], in_16_bits=in_16_bits)
         # The same methods as of the optimizer that the engine steps.
-        optimizer.add_param_group, optimizer.zero_grad = _refuse_group, _nothing
+        optimizer.add_param_group, optimizer.zero_grad = _refuse_group, nothing
         if not self._said_replaced:
             rank_zero_info(said)
         self._said_replaced = True
@@ -643,7 +644,7 @@ class ZeroEngine(StepEngine):
         basic = engine.basic_optimizer
         basic.add_param_group = _refuse_group
         # The engine clears gradients; the optimizer has buffers that must stay.
-        basic.zero_grad = _nothing
+        basic.zero_grad = nothing
         scheduler = engine.lr_scheduler
         if scheduler is not None and self.strategy._owner == "Trainer":
             # Stepped by the loop like every other one.
@@ -797,7 +798,7 @@ class ZeroEngine(StepEngine):
 
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that does nothing: the engine clears gradients when it has stepped."""
-        return _nothing
+        return nothing
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply the gradients of the next step."""
@@ -960,10 +961,6 @@ def _as_forward(engine: Any, module: nn.Module, function: Callable[..., Any]) ->
             put_back()
 
     return forward
-
-
-def _nothing(set_to_none: bool = True) -> None:
-    """Do nothing."""
 
 
 def _refuse_group(group: object) -> None:

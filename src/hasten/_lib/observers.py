@@ -1,4 +1,4 @@
-"""Notifications when a hook is replaced on an instance, or a list changes."""
+"""Notifications when a hook is replaced on an instance, or a list changes; attributes that are replaced for a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, TypeVar
 
 
@@ -14,6 +15,15 @@ class Follower(Protocol):
 
     def replaced(self, owner: object, name: str) -> None:
         """Called when the hook ``name`` of ``owner`` was set or removed."""
+
+
+def set_until(undo: ExitStack, attributes: dict[str, Any], name: str, value: object) -> None:
+    """Set an entry of a dict until ``undo`` is closed; of the dict of an object, past its ``__setattr__``."""
+    if name in attributes:
+        undo.callback(attributes.__setitem__, name, attributes[name])
+    else:
+        undo.callback(attributes.pop, name, None)
+    attributes[name] = value
 
 
 _followers: weakref.WeakSet[Any] = weakref.WeakSet()

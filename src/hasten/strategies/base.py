@@ -761,7 +761,7 @@ class StepEngine(StrategyPart):
             zero_loss: returns a loss that depends on the parameters and adds nothing to their gradients.
 
         """
-        return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else _nothing
+        return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else nothing
 
     def _make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
@@ -866,8 +866,8 @@ class StepEngine(StrategyPart):
         return cleared_by_user or not all(map(fast_step.clears_gradients, optimizers))
 
 
-def _nothing() -> None:
-    """Exchange nothing."""
+def nothing() -> None:
+    """Exchange or compute nothing, where other processes do."""
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ from hasten.checkpoint.files import mapped_tensors
 from hasten.extend.origin import comes_from, full_name, is_builtin
 from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import to_floating
-from hasten.strategies.base import Sharding, StateIO, StepEngine
+from hasten.strategies.base import Sharding, StateIO, StepEngine, nothing
 
 if TYPE_CHECKING:
     from hasten.strategies.mesh.strategy import MeshStrategy
@@ -136,7 +136,7 @@ class DTensorSharding(DividedSharding):
         parts = sharded_parts(module)
         for name in self.forward_order(module):
             # Experts take part in an exchange of tokens, too.
-            forward = getattr(vars(parts[name]).get("forward"), "without_tokens", _nothing)
+            forward = getattr(vars(parts[name]).get("forward"), "without_tokens", nothing)
             self.strategy.engine.as_forward(forward, parts[name])()
 
     @property
@@ -592,10 +592,6 @@ def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _nothing() -> None:
-    """Compute nothing in a forward that gathers parameters for other processes."""
 
 
 def keep_class_name(module: nn.Module) -> None:
