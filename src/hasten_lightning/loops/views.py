@@ -6,7 +6,6 @@ The Trainer finds ``FitLoop`` and the functions at the end by entry points.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -162,15 +161,10 @@ class AutomaticOptimization(LoopView):
     @property
     def optim_progress(self) -> OptimizationCounts:
         """The optimizer's steps, in the run and in this epoch."""
-        trainer = self._trainer
-        automatic = trainer._module is None or trainer._module.automatic_optimization
-        total, current = (trainer.progress.global_step, _steps_of_epoch(trainer)) if automatic else (0, 0)
-        step = LoopCounts(
-            _written(ReadyCompleted(total, total), _set_step(trainer)),
-            _written(ReadyCompleted(current, current), _ignored),
-        )
+        steps = _steps(self._trainer, automatic=True)
+        total, current = steps.total.completed, steps.current.completed
         zero_grad = LoopCounts(Started(total, total, total), Started(current, current, current))
-        return OptimizationCounts(OptimizerCounts(step, zero_grad))
+        return OptimizationCounts(OptimizerCounts(steps, zero_grad))
 
 
 class ManualOptimization(LoopView):
@@ -181,13 +175,7 @@ class ManualOptimization(LoopView):
     @property
     def optim_step_progress(self) -> LoopCounts:
         """The steps of all optimizers, in the run and in this epoch."""
-        trainer = self._trainer
-        manual = trainer._module is not None and not trainer._module.automatic_optimization
-        total, current = (trainer.progress.global_step, _steps_of_epoch(trainer)) if manual else (0, 0)
-        return LoopCounts(
-            _written(ReadyCompleted(total, total), _set_step(trainer)),
-            _written(ReadyCompleted(current, current), _ignored),
-        )
+        return _steps(self._trainer, automatic=False)
 
 
 class TrainingEpochLoop(LoopView):
@@ -237,8 +225,8 @@ class TrainingEpochLoop(LoopView):
             return Processed(ready=done + ahead, completed=done - after, started=done + begun, processed=done)
 
         return BatchCounts(
-            _written(count(progress.total_batches), lambda _, value: setattr(progress, "total_batches", value)),
-            _written(count(progress.batch), lambda _, value: setattr(progress, "batch", value)),
+            count(progress.total_batches).tell(lambda _, value: setattr(progress, "total_batches", value)),
+            count(progress.batch).tell(lambda _, value: setattr(progress, "batch", value)),
             trainer.is_last_batch,
         )
 
@@ -398,22 +386,20 @@ class FitLoop(LoopView):
         return {"combined_loader": states} if states else {}
 
 
-def _written(count: ReadyCompleted, assign: Callable[[str, int], None]) -> ReadyCompleted:
-    """Return ``count`` with ``assign`` called for what a program assigns to its counters."""
-    return count.tell(assign)
+def _steps(trainer: TrainerView, *, automatic: bool) -> LoopCounts:
+    """Return the steps of the optimizers, in the run and in this epoch; none if the module optimizes otherwise."""
+    module = trainer._module
+    is_automatic = module is None or module.automatic_optimization
+    counts = (trainer.progress.global_step, _steps_of_epoch(trainer)) if automatic == is_automatic else (0, 0)
+    total, current = (ReadyCompleted(count, count) for count in counts)
 
-
-def _ignored(name: str, value: int) -> None:
-    """Ignore a counter that follows from others."""
-
-
-def _set_step(trainer: TrainerView) -> Callable[[str, int], None]:
     def assign(name: str, value: int) -> None:
         # Of automatic and manual optimization one always has no steps, and does not set those of the other to 0.
         if name == "completed" and value:
             trainer.progress.global_step = value
 
-    return assign
+    # Those of an epoch follow from others.
+    return LoopCounts(total.tell(assign), current)
 
 
 def _steps_of_epoch(trainer: TrainerView) -> int:

@@ -376,14 +376,6 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
 
     __slots__ = ()
 
-    @property
-    def precision(self) -> Precision:
-        return self.precision_plugin
-
-    @precision.setter
-    def precision(self, precision: Precision) -> None:
-        self.precision_plugin = precision
-
     def clip_gradients_norm(
         self,
         module: nn.Module,
