@@ -8,7 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.observers import set_until
 from hasten._lib.optional import install_line, installed
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import describe_misfit, load_weights
@@ -69,7 +70,6 @@ _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "SparseAdam")
 T = TypeVar("T")
 
 _trains = attrgetter("requires_grad")
-_NOT_SET = object()
 
 
 class DeepSpeedStrategy(ParallelStrategy):
@@ -237,7 +237,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._settings = EngineSettings(own)
         self._precision: Precision = Precision()
         self._owner = "Trainer"
-        self._local_rank_before: Any = _NOT_SET
+        # Gives the environment back what was changed for DeepSpeed.
+        self._undo: ExitStack | None = None
         # The engine of the optimizer, or of the module that is evaluated; then the engines of other evaluated modules.
         self._engine: Any = None
         self._engines: list[Any] = []
@@ -326,10 +327,10 @@ class DeepSpeedStrategy(ParallelStrategy):
                 f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}.",
                 fix=f"Start the program with DS_ACCELERATOR={wanted}: DeepSpeed reads it when it is first imported.",
             )
-        if self._local_rank_before is _NOT_SET:
+        if self._undo is None:
             # Read in forwards of stage 3, too.
-            self._local_rank_before = os.environ.get("LOCAL_RANK")
-            os.environ["LOCAL_RANK"] = str(self.local_rank)
+            self._undo = ExitStack()
+            set_until(self._undo, os.environ, "LOCAL_RANK", str(self.local_rank))
         if not deepspeed.comm.is_initialized():
             with self._environment():
                 deepspeed.init_distributed(
@@ -341,13 +342,10 @@ class DeepSpeedStrategy(ParallelStrategy):
     def _environment(self) -> Iterator[None]:
         """Set the variables from which DeepSpeed reads which process this is."""
         mine = {"RANK": self.global_rank, "WORLD_SIZE": self.world_size, "LOCAL_SIZE": self.num_processes}
-        before = {name: os.environ.get(name) for name in mine}
-        os.environ.update({name: str(value) for name, value in mine.items()})
-        try:
+        with ExitStack() as undo:
+            for name, value in mine.items():
+                set_until(undo, os.environ, name, str(value))
             yield
-        finally:
-            for name, value in before.items():
-                _put_back(name, value)
 
     def _dividing(self) -> AbstractContextManager[Any]:
         deepspeed = self._deepspeed()
@@ -485,9 +483,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.sharding.order, self.engine.factor = (), None
         self._settings = EngineSettings(self.config)
         self._settings.set_precision(self._precision.precision)
-        if self._local_rank_before is not _NOT_SET:
-            _put_back("LOCAL_RANK", self._local_rank_before)
-            self._local_rank_before = _NOT_SET
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
         super().teardown()
 
 
@@ -903,14 +901,6 @@ class ZeroState(DividedState):
 def _default_arguments() -> dict[str, Any]:
     parameters = inspect.signature(DeepSpeedStrategy.__init__).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
-
-
-def _put_back(name: str, value: str | None) -> None:
-    """Give a variable of the environment the value that it had."""
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 class _Kept:

@@ -76,20 +76,12 @@ class SingleDeviceXLAStrategy(OneProcess):
     def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
         return Sharding(self), XLAEngine(self), StateIO(self)
 
-    def attach(
-        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
-    ) -> None:
-        devices = devices if self._device is None else [self._device]
-        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
-
     def launch(
         self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
     ) -> T:
         if runtime_kind() == "TPU" and not runtime_started():
             self.parallel_devices = [_take_chip(self.root_device)]
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        return function(*args, **kwargs)
+        return super().launch(function, *args, owner=owner, **kwargs)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Give Adam its first states before the first step, which is compiled together with them otherwise."""
@@ -451,9 +443,7 @@ class XLAFSDPStrategy(OneProcess):
                 argument="strategy",
             )
         self.mesh = spmd.Mesh(numpy.arange(present), (present, 1), ("fsdp", "model"))
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        return function(*args, **kwargs)
+        return super().launch(function, *args, owner=owner, **kwargs)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the parameters of ``module``, which is on the device, and return it."""

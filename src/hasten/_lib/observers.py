@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -17,13 +17,13 @@ class Follower(Protocol):
         """Called when the hook ``name`` of ``owner`` was set or removed."""
 
 
-def set_until(undo: ExitStack, attributes: dict[str, Any], name: str, value: object) -> None:
-    """Set an entry of a dict until ``undo`` is closed; of the dict of an object, past its ``__setattr__``."""
-    if name in attributes:
-        undo.callback(attributes.__setitem__, name, attributes[name])
+def set_until(undo: ExitStack, entries: MutableMapping[str, Any], name: str, value: object) -> None:
+    """Set an entry until ``undo`` is closed: of the environment, or of an object's dict, past its ``__setattr__``."""
+    if name in entries:
+        undo.callback(entries.__setitem__, name, entries[name])
     else:
-        undo.callback(attributes.pop, name, None)
-    attributes[name] = value
+        undo.callback(entries.pop, name, None)
+    entries[name] = value
 
 
 _followers: weakref.WeakSet[Any] = weakref.WeakSet()
