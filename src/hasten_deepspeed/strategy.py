@@ -220,7 +220,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         own = read_config(config)
         if own is None:
             own = config_of(given)
-        elif changed := [name for name in OF_CONFIG if given[name] != _default_arguments()[name]]:
+        elif changed := [name for name in given if name in OF_CONFIG and given[name] != _default_arguments()[name]]:
             raise make_error(
                 ValueError,
                 f"DeepSpeedStrategy(config=..., {changed[0]}={given[changed[0]]!r}): the configuration says "

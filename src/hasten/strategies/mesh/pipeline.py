@@ -564,12 +564,10 @@ class Pipeline:
         dist.recv(tensor, group=self._group, group_src=rank)
         return tensor.cpu()
 
-    @contextmanager
-    def own_only(self, module: nn.Module) -> Iterator[set[str]]:
-        """Show only the parameters that this process has; yield the names of the others."""
+    def own_only(self, module: nn.Module) -> AbstractContextManager[set[str]]:
+        """Return a context in which only the parameters of this process are shown; it gives the names of the others."""
         assert self._stages is not None
-        with self._stages.own_only(module):
-            yield set(self._stages.absent)
+        return self._stages.own_only(module)
 
 
 class _Computed(torch.autograd.Function):

@@ -171,15 +171,15 @@ class Stages:
                 )
 
     @contextmanager
-    def own_only(self, module: nn.Module) -> Iterator[None]:
-        """Show only the parameters that this process has, within the context."""
+    def own_only(self, module: nn.Module) -> Iterator[set[str]]:
+        """Show only the parameters that this process has, within the context; yield the names of the others."""
         tables = [(part._parameters, dict(part._parameters)) for part in module.modules()]
         for table, before in tables:
             for key, parameter in before.items():
                 if hasattr(parameter, ABSENT):
                     del table[key]
         try:
-            yield
+            yield set(self.absent)
         finally:
             for table, before in tables:
                 table.clear()
