@@ -352,7 +352,7 @@ class Watchdog:
                 self._last_order = order
                 self._follow(json.loads(order))
                 return
-        if due and self._leads(now):
+        if due and not any(self._lives(rank, now) for rank in range(self.rank)):
             beats = self._everybody(now)
             verdict = self._judge(beats, [rank for rank in beats if self._has_ended(rank, now)])
             if verdict is not None:
@@ -377,9 +377,6 @@ class Watchdog:
         if verdict is not None and verdict.code is None:
             self._warned = True
         return verdict
-
-    def _leads(self, now: float) -> bool:
-        return not any(self._lives(rank, now) for rank in range(self.rank))
 
     def _lives(self, rank: int, now: float) -> bool:
         """Return whether a process has reported lately and has not left."""
