@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.observers import set_until
+from hasten._lib.observers import set_during, set_until
 from hasten._lib.optional import install_line, installed
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import describe_misfit, load_weights
@@ -778,14 +778,10 @@ class ZeroEngine(StepEngine):
                 return result
             # Divided out together with the scale of the loss, before the norm is clipped.
             zero = engine.optimizer
-            before = zero.custom_loss_scaler, zero.external_loss_scale
             known_zero = not isinstance(factor, Tensor) and not factor
-            zero.external_loss_scale = float("inf") if known_zero else zero.loss_scale / factor
-            zero.custom_loss_scaler = True
-            try:
+            scale = float("inf") if known_zero else zero.loss_scale / factor
+            with set_during(zero, external_loss_scale=scale, custom_loss_scaler=True):
                 engine.step()
-            finally:
-                zero.custom_loss_scaler, zero.external_loss_scale = before
             return result
 
         return step
@@ -985,15 +981,11 @@ def _check_fits(
 @contextmanager
 def _events(module: nn.Module, events: list[str]) -> Iterator[None]:
     """Append to ``events`` when the parts of a module begin and end their forwards."""
-    handles = []
-    for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(lambda *_, name=name: events.append(f">{name}")))
-        handles.append(part.register_forward_hook(lambda *_, name=name: events.append(f"<{name}")))
-    try:
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            hooks.enter_context(part.register_forward_pre_hook(lambda *_, name=name: events.append(f">{name}")))
+            hooks.enter_context(part.register_forward_hook(lambda *_, name=name: events.append(f"<{name}")))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _assigned_order(module: nn.Module, name: str = "") -> Iterator[str]:

@@ -17,6 +17,7 @@ from hasten._lib import check
 from hasten._lib.device import as_device
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import warn_once
 from hasten.machine import collectives
 from hasten.precision.base import Precision
@@ -227,11 +228,8 @@ class XLAStrategy(ParallelStrategy):
         if exchange is None:
             yield
             return
-        exchange.is_held = True
-        try:
+        with set_during(exchange, is_held=True):
             yield
-        finally:
-            exchange.is_held = False
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Give Adam its first states before the first step, which is compiled together with them otherwise."""

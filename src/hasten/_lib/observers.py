@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
 
 
@@ -24,6 +24,19 @@ def set_until(undo: ExitStack, entries: MutableMapping[str, Any], name: str, val
     else:
         undo.callback(entries.pop, name, None)
     entries[name] = value
+
+
+@contextmanager
+def set_during(owner: object, /, **values: object) -> Iterator[None]:
+    """Return a context in which attributes have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 _followers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hasten._lib import torch_private
+from hasten._lib.observers import set_during
 from hasten.machine import agreement, collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving, format_ranks
 
@@ -714,9 +715,5 @@ def observing(position: Callable[[], Position], folder: Callable[[], str]) -> It
     if watchdog is None:
         yield
         return
-    before = watchdog.position, watchdog.thread_watched, watchdog.folder
-    watchdog.position, watchdog.thread_watched, watchdog.folder = position, threading.get_ident(), folder
-    try:
+    with set_during(watchdog, position=position, thread_watched=threading.get_ident(), folder=folder):
         yield
-    finally:
-        watchdog.position, watchdog.thread_watched, watchdog.folder = before

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -208,15 +207,6 @@ class Ledger(torch_private.TorchDispatchMode):
         self._next_snapshot = self._now.total * self.growth
         if self.live > self._now.total:
             self._new_peak()
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Return a context in which new tensors count as ``phase``."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
 
     # -- tensors
 

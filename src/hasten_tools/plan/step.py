@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.observers import set_during
 from hasten._lib.tree import leaves
 from hasten.batching.split import measure as samples_of
 from hasten.extend.origin import FOLDERS
@@ -261,13 +262,9 @@ class _PlannedFit:
         backward, ledger = engine.backward, self.ledger
 
         def watched(*args: Any, **kwargs: Any) -> None:
-            ledger.is_backward = True
             ledger.begin(BACKWARD)
-            try:
-                with ledger.during(TEMPORARY):
-                    backward(*args, **kwargs)
-            finally:
-                ledger.is_backward = False
+            with set_during(ledger, phase=TEMPORARY, is_backward=True):
+                backward(*args, **kwargs)
             ledger.begin(STEP)
             made = sum(held(gradient).nbytes for gradient in self._gradients())
             self._gradient_bytes = max(self._gradient_bytes, made)

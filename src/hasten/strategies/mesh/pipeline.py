@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.observers import set_during
 from hasten._lib.tree import by_kind, is_sharded, leaves, map_tensors, move_to, weighed, whole
 from hasten.batching.split import join, measure, split
 from hasten.strategies.mesh.blocks import is_manual, name_of
@@ -242,14 +243,9 @@ class Pipeline:
 
         return on_stages
 
-    @contextmanager
-    def weighing(self, weight: Tensor) -> Iterator[None]:
+    def weighing(self, weight: Tensor) -> AbstractContextManager[None]:
         """Note the weight of means that a step logs, for when all stages log them."""
-        self._weight = weight
-        try:
-            yield
-        finally:
-            self._weight = None
+        return set_during(self, _weight=weight)
 
     def _train(self, function: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> _Results:
         module, strategy = self._module, self._strategy

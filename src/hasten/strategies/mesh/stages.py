@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.observers import set_during
 from hasten._lib.tree import ABSENT, is_sharded, leaves, map_tensors
 from hasten.seed import RandomGenerators
 from hasten.strategies.mesh.blocks import name_of
@@ -145,13 +146,9 @@ class Stages:
             arguments: its batch, and others.
 
         """
-        self._asks = True
-        try:
-            with torch.no_grad():
-                hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
-                return hidden
-        finally:
-            self._asks = False
+        with set_during(self, _asks=True), torch.no_grad():
+            hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
+            return hidden
 
     def check_gradients(self) -> None:
         """Raise if a stage has used a parameter that it does not have.
