@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -586,12 +586,10 @@ def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
     if "" in parts:
         # A step is a forward of the whole module, but not a call of it.
         names.append("")
-    handles = [part.register_forward_pre_hook(lambda *_, name=name: names.append(name)) for name, part in parts.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, part in parts.items():
+            hooks.enter_context(part.register_forward_pre_hook(lambda *_, name=name: names.append(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def keep_class_name(module: nn.Module) -> None:
