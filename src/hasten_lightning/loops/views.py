@@ -153,6 +153,29 @@ class LoopView(Loop):
         )
 
 
+class SourceLoop(LoopView):
+    """A view of a loop over the batches of one stage."""
+
+    def __init__(self, trainer: TrainerView, source: str) -> None:
+        super().__init__(trainer)
+        self._name = source
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to do."""
+        source = self._trainer._source(self._name)
+        return source is None or source.is_off()
+
+    def setup_data(self) -> None:
+        """Load the data now."""
+        if (source := self._trainer._source(self._name)) is not None:
+            source.load()
+
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._trainer._source(self._name))
+
+
 class AutomaticOptimization(LoopView):
     """``trainer.fit_loop.epoch_loop.automatic_optimization``."""
 
@@ -275,7 +298,7 @@ class TrainingEpochLoop(LoopView):
         self._batches_that_stepped = state_dict.get("_batches_that_stepped", 0)
 
 
-class FitLoop(LoopView):
+class FitLoop(SourceLoop):
     """``trainer.fit_loop``: limits and counters, which can be assigned.
 
     Example::
@@ -298,7 +321,7 @@ class FitLoop(LoopView):
     min_steps = Setting[int | None](_MIN_STEPS, settable=False)
 
     def __init__(self, trainer: TrainerView) -> None:
-        super().__init__(trainer)
+        super().__init__(trainer, "train")
         self._epoch_loop = TrainingEpochLoop(trainer)
 
     epoch_loop = ReadOnly[TrainingEpochLoop]("_epoch_loop", "The batches of an epoch.")
@@ -337,8 +360,7 @@ class FitLoop(LoopView):
     @property
     def skip(self) -> bool:
         """Whether there is nothing to train."""
-        source = self._trainer._source("train")
-        return self.done or source is None or source.is_off()
+        return self.done or super().skip
 
     @property
     def restarting(self) -> bool:
@@ -354,15 +376,6 @@ class FitLoop(LoopView):
     def restarting(self, restarting: bool) -> None:
         self._restarting = restarting
         self._epoch_loop.restarting = restarting
-
-    def setup_data(self) -> None:
-        """Load the training data now."""
-        if (source := self._trainer._source("train")) is not None:
-            source.load()
-
-    @property
-    def _data_source(self) -> DataSource:
-        return DataSource(self._trainer._source("train"))
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:
@@ -417,14 +430,14 @@ _IN_BATCH = frozenset({
 })  # fmt: skip
 
 
-class EvaluationLoop(LoopView):
+class EvaluationLoop(SourceLoop):
     """``trainer.validate_loop``, ``trainer.test_loop`` and ``trainer.fit_loop.epoch_loop.val_loop``."""
 
     _names = ("batch_progress",)
 
     def __init__(self, trainer: TrainerView, source: str, *, in_fit: bool = False) -> None:
-        super().__init__(trainer)
-        self._name, self._in_fit = source, in_fit
+        super().__init__(trainer, source)
+        self._in_fit = in_fit
 
     @property
     def batch_progress(self) -> LoopCounts:
@@ -448,11 +461,6 @@ class EvaluationLoop(LoopView):
             count(), count(), bool(mine and done + 1 >= sum(self.max_batches) and (done or ahead or after))
         )
 
-    def setup_data(self) -> None:
-        """Load the data now."""
-        if (source := self._trainer._source(self._name)) is not None:
-            source.load()
-
     def run(self) -> list[dict[str, float]]:
         """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
         run, source = self._trainer.current_run, self._trainer._source(self._name)
@@ -473,16 +481,6 @@ class EvaluationLoop(LoopView):
     def num_dataloaders(self) -> int:
         """Number of loaders."""
         return len(self.max_batches)
-
-    @property
-    def skip(self) -> bool:
-        """Whether there is nothing to do."""
-        source = self._trainer._source(self._name)
-        return source is None or source.is_off()
-
-    @property
-    def _data_source(self) -> DataSource:
-        return DataSource(self._trainer._source(self._name))
 
 
 class DataSource:
