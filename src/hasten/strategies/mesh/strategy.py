@@ -361,7 +361,6 @@ class MeshStrategy(ParallelStrategy):
             raise make_error(TypeError, what, argument=name)
 
     def _problem_of_argument(self, name: str) -> str:
-        """Return the message for an unknown argument."""
         if name.startswith(("pipeline", "pp")):
             return "layers are divided into stages by MeshStrategy(pipeline=N)."
         if name.startswith(("context", "cp")):
