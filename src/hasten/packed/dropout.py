@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
-from hasten._lib.observers import set_until
 from hasten.extend.origin import source_file
 
 
@@ -171,10 +170,13 @@ def fast_dropout(module: nn.Module) -> Iterator[int]:
     """
     # Modules that drop channels, or keep mean and variance, have torch's dropout.
     layers = [layer for layer in module.modules() if type(layer) is nn.Dropout and _has_torchs_forward(layer)]
-    with ExitStack() as undo:
-        for layer in layers:
-            set_until(undo, vars(layer), "forward", _forward.__get__(layer))
+    for layer in layers:
+        vars(layer)["forward"] = _forward.__get__(layer)
+    try:
         yield len(layers)
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 def _has_torchs_forward(layer: nn.Module) -> bool:
