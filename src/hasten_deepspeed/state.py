@@ -246,11 +246,15 @@ def is_divided(parameter: nn.Parameter) -> bool:
 
 def own_elements(parameter: nn.Parameter) -> Tensor:
     """Return this process's elements of a parameter that stage 3 has divided."""
-    of: Any = parameter
-    held = of.ds_tensor
-    start = held.numel() * _rank_of(of)
-    size = max(0, min(held.numel(), int(of.ds_numel) - start))
+    held, start, size = _own_range(parameter)
     return flat_part(held.detach().reshape(-1)[:size], shape_of(parameter), start)
+
+
+def _own_range(parameter: Any) -> tuple[Tensor, int, int]:
+    """Return the memory of this process's elements of a divided parameter, where they begin, and how many they are."""
+    held = parameter.ds_tensor
+    start = held.numel() * _rank_of(parameter)
+    return held, start, max(0, min(held.numel(), int(parameter.ds_numel) - start))
 
 
 def _elements(parameter: Any, part: OwnRange) -> Tensor:
@@ -268,13 +272,10 @@ def set_parameter(parameter: nn.Parameter, whole: Tensor) -> None:
     if not is_divided(parameter):
         parameter.copy_(whole)
         return
-    of: Any = parameter
-    held = of.ds_tensor
-    start = held.numel() * _rank_of(of)
-    size = max(0, min(held.numel(), int(of.ds_numel) - start))
+    held, start, size = _own_range(parameter)
     if size:
         held.reshape(-1)[:size].copy_(whole.reshape(-1)[start : start + size])
-    if parameter.numel() == of.ds_numel:
+    if parameter.numel() == cast("Any", parameter).ds_numel:
         # A small one, which stays gathered.
         parameter.data.copy_(whole)
 

@@ -494,11 +494,6 @@ class ZeroSharding(DividedSharding):
 
     strategy: DeepSpeedStrategy
 
-    def __init__(self, strategy: DeepSpeedStrategy) -> None:
-        super().__init__(strategy)
-        # Which parts of a module begin and end their forwards, as in the last step of an evaluation.
-        self.order: tuple[str, ...] = ()
-
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
         """Return the context in which modules are made; with stage 3 each parameter is divided when it is made."""
         if self.strategy.stage < 3 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -36,6 +36,9 @@ _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam"
 class DividedSharding(Sharding):
     """Sharding for strategies whose processes have parts of parameters."""
 
+    # The order in which the parts compute, as the last evaluation showed it; empty before.
+    order: tuple[str, ...] = ()
+
     def place(self, module: nn.Module) -> nn.Module:
         """Return ``module``: parts are where the strategy has put them."""
         return module
@@ -108,11 +111,6 @@ class DTensorSharding(DividedSharding):
     """Parameters are ``DTensor`` objects, of which each process has a part."""
 
     strategy: MeshStrategy
-
-    def __init__(self, strategy: MeshStrategy) -> None:
-        super().__init__(strategy)
-        # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
-        self.order: tuple[str, ...] = ()
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
