@@ -396,26 +396,6 @@ def present(path: str | os.PathLike[str]) -> bool:
     return recover(_local(path))
 
 
-def safe_name(text: str) -> str:
-    """Return ``text`` as a part of a file name that cannot lead out of its folder.
-
-    Args:
-        text: anything, for instance ``"val/loss=0.25"``.
-
-    Example::
-
-        >>> safe_name("../val/loss=0.25")
-        '_val_loss=0.25'
-
-    Source: `Naming files <https://learn.microsoft.com/windows/win32/fileio/naming-a-file>`_.
-
-    """
-    kept = "".join("_" if sign in '<>:"/\\|?*' or not sign.isprintable() else sign for sign in text)
-    kept = kept.replace("..", "").strip(". ")
-    # File systems limit bytes, and the caller adds something to the name.
-    return kept.encode()[:150].decode(errors="ignore") or "_"
-
-
 # -- writing
 
 
