@@ -61,11 +61,6 @@ class Position:
     count: int = 0
 
 
-def nowhere() -> Position:
-    """Return the position of a program without hasten's loops."""
-    return Position()
-
-
 @dataclass(slots=True)
 class Beat:
     """The report of a process.
@@ -240,7 +235,8 @@ class Watchdog:
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta, store: Any, run: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.timeout_seconds = timeout.total_seconds()
-        self.position: Callable[[], Position] = nowhere
+        # Without hasten's loops nothing is known of it.
+        self.position: Callable[[], Position] = Position
         self.thread_watched = threading.get_ident()
         self.folder: Callable[[], str] = os.getcwd
         self._store = torch_private.part_of_store(f"hasten-watchdog/{run}", store.clone())

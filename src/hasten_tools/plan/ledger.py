@@ -25,11 +25,6 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 _GROWTH = 1.005
 
 
-def held(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has; unlike ``to_local`` this is not an operation of torch."""
-    return torch_private.local_part(tensor)
-
-
 class Spread(NamedTuple):
     """How the processes of a group are spread over machines.
 
@@ -213,7 +208,7 @@ class Ledger(torch_private.TorchDispatchMode):
     def see(self, tensor: Tensor, kind: str | None = None) -> None:
         """Count a tensor that exists already; ``kind`` is its category."""
         try:
-            storage = held(tensor).untyped_storage()
+            storage = torch_private.local_part(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # Sparse tensors and others without one storage: their parts are seen.
         key = torch_private.identity_of(storage)
@@ -254,7 +249,7 @@ class Ledger(torch_private.TorchDispatchMode):
         known: dict[int, str] = {}
         for kind, tensors in self.owners().items():
             for tensor in tensors:
-                known[torch_private.identity_of(held(tensor).untyped_storage())] = kind
+                known[torch_private.identity_of(torch_private.local_part(tensor).untyped_storage())] = kind
         found: dict[str, int] = {}
         for key, size in self._sizes.items():
             kind = known.get(key) or self._kinds[key]
