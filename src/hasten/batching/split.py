@@ -61,7 +61,7 @@ def compare(many: Any, fewer: Any, count: int, fewer_count: int, where: str = ""
         return {where: "is of another type for other samples"}
     if isinstance(many, Tensor) and _kind_refused(many):
         return {where: (0,)}  # Refused when it is split.
-    if isinstance(many, Tensor) or is_array(many):
+    if isinstance(many, Tensor) or _is_array(many):
         return {where: _compare_shapes(many.shape, fewer.shape, (count, fewer_count))}
     if isinstance(many, (list, tuple)) and not isinstance(many, PackedSequence):
         if (len(many), len(fewer)) == (count, fewer_count) and not hasattr(many, "_fields"):
@@ -354,7 +354,7 @@ def _length(leaf: Any, where: str) -> int | None:
     if isinstance(leaf, _PLAIN):
         return None
     refused = _kind_refused(leaf) if isinstance(leaf, Tensor) else ""
-    if not refused and (isinstance(leaf, Tensor) or is_array(leaf)):
+    if not refused and (isinstance(leaf, Tensor) or _is_array(leaf)):
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
@@ -363,7 +363,6 @@ def _length(leaf: Any, where: str) -> int | None:
     )
 
 
-def is_array(leaf: object) -> bool:
-    """Return whether ``leaf`` is an array of numpy, which may not be imported."""
+def _is_array(leaf: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, numpy.ndarray)
