@@ -68,7 +68,7 @@ _FOR_STRATEGY = (
 _ONLY_REDEFINED = frozenset({"prepare_data", "configure_model"})
 
 
-def nothing(*_: object) -> None:
+def nothing(*_: object, **__: object) -> None:
     """Do nothing: the function of a hook that nothing overrides."""
 
 

@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, Parts, make_error
+from hasten._lib.observers import set_until
 from hasten._lib.tree import leaves
 from hasten.checkpoint.snapshots import own_attributes, put_attributes_back, ways_of
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in
@@ -152,28 +153,19 @@ def offloaded(module: nn.Module, *, smallest_bytes: int = 65536) -> Iterator[int
         yield len(blocks)
 
 
-@contextmanager
-def recomputed_blocks(blocks: Sequence[nn.Module], how: str) -> Iterator[None]:
+def recomputed_blocks(blocks: Sequence[nn.Module], how: str) -> AbstractContextManager[None]:
     """Recompute these modules in backward, inside the block; see ``recomputed``."""
-    with _forwards_replaced(blocks, functools.partial(_Recomputed, selective=how == "selective")):
-        yield
+    return _forwards_replaced(blocks, functools.partial(_Recomputed, selective=how == "selective"))
 
 
 @contextmanager
 def _forwards_replaced(blocks: Sequence[nn.Module], replacement: Callable[..., Callable[..., Any]]) -> Iterator[None]:
     """Call ``replacement(block, own)`` in place of the forward of each block, inside the block."""
-    before = [block.__dict__.get("forward") for block in blocks]
-    for block, own in zip(blocks, before, strict=True):
-        # Set in the instance's own dictionary, so that neither its class nor the names of its parts change.
-        block.__dict__["forward"] = replacement(block, own)
-    try:
+    with ExitStack() as undo:
+        for block in blocks:
+            # Set in the instance's own dictionary, so that neither its class nor the names of its parts change.
+            set_until(undo, vars(block), "forward", replacement(block, vars(block).get("forward")))
         yield
-    finally:
-        for block, own in zip(blocks, before, strict=True):
-            if own is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = own
 
 
 def nothing_repeated(module: nn.Module) -> Parts:

@@ -283,7 +283,7 @@ class Runtime:
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """Return a context in which tensors are created on the device and in the precision of the run."""
-        return _together(_device_context(self.device), self.precision.tensor_init_context())
+        return entered_together(_device_context(self.device), self.precision.tensor_init_context())
 
     # -- a step
 
@@ -412,7 +412,8 @@ class _Reused:
 
 
 @contextmanager
-def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def entered_together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return a context that enters several, one after the other."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -428,7 +429,7 @@ def init_module(
 ) -> AbstractContextManager[Any]:
     """Return a context in which modules are created; see ``Runtime.init_module``."""
     place = strategy.sharding.init_context(empty_init)
-    return _together(
+    return entered_together(
         place if place is not None else _device_context(device),
         precision.module_init_context(),
         NoInit() if empty_init and place is None else nullcontext(),

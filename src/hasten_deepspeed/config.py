@@ -240,16 +240,6 @@ def _autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 # -- the arguments of the strategy
 
-# Arguments that the configuration holds.
-OF_CONFIG = (
-    "zero_optimization", "stage", "offload_optimizer", "offload_parameters", "offload_params_device",
-    "nvme_path", "params_buffer_count", "params_buffer_size", "max_in_cpu", "offload_optimizer_device",
-    "optimizer_buffer_count", "block_size", "queue_depth", "single_submit", "overlap_events", "thread_count",
-    "pin_memory", "sub_group_size", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter",
-    "allgather_bucket_size", "reduce_bucket_size", "zero_allow_untested_optimizer", "loss_scale",
-    "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "partition_activations",
-    "cpu_checkpointing", "contiguous_memory_optimization", "synchronize_checkpoint_boundary",
-)  # fmt: skip
 _FLAGS = (
     "zero_optimization", "offload_optimizer", "offload_parameters", "single_submit", "overlap_events", "pin_memory",
     "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter", "zero_allow_untested_optimizer",
@@ -260,6 +250,10 @@ _SIZES = (
     "thread_count", "sub_group_size", "allgather_bucket_size", "reduce_bucket_size", "initial_scale_power",
     "loss_scale_window", "hysteresis", "min_loss_scale",
 )  # fmt: skip
+# Arguments that the configuration holds.
+OF_CONFIG = frozenset(
+    {*_FLAGS, *_SIZES, "stage", "offload_params_device", "nvme_path", "offload_optimizer_device", "loss_scale"}
+)
 
 
 def config_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ strategy can read it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -110,19 +111,16 @@ class EngineState:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state in torch's form: parameters are numbered, tensors are this process's elements."""
-        states, numbered, number = {}, [], 0
-        saved = {id(parameter): index for index, parameter in enumerate(p for group in self._groups for p in group)}
-        for parameters in self._groups:
-            numbered.append(list(range(number, number + len(parameters))))
-            number += len(parameters)
-        keys = self._agreed_keys(optimizer)
-        for parameters in self._groups:
-            for parameter in parameters:
+        numbers = itertools.count()
+        numbered = [[next(numbers) for _ in parameters] for parameters in self._groups]
+        states, keys = {}, self._agreed_keys(optimizer)
+        for parameters, own_numbers in zip(self._groups, numbered, strict=True):
+            for parameter, number in zip(parameters, own_numbers, strict=True):
                 if self.is_trained(parameter) and keys:
-                    states[saved[id(parameter)]] = self._entry(optimizer, parameter, keys)
+                    states[number] = self._entry(optimizer, parameter, keys)
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": numbers}
-            for group, numbers in zip(self._hyper_parameters(optimizer), numbered, strict=True)
+            {**{key: value for key, value in group.items() if key != "params"}, "params": own_numbers}
+            for group, own_numbers in zip(self._hyper_parameters(optimizer), numbered, strict=True)
         ]
         return {"state": states, "param_groups": groups, ENGINE_KEY: self._own_state()}
 
@@ -248,11 +246,15 @@ def is_divided(parameter: nn.Parameter) -> bool:
 
 def own_elements(parameter: nn.Parameter) -> Tensor:
     """Return this process's elements of a parameter that stage 3 has divided."""
-    of: Any = parameter
-    held = of.ds_tensor
-    start = held.numel() * _rank_of(of)
-    size = max(0, min(held.numel(), int(of.ds_numel) - start))
+    held, start, size = _own_range(parameter)
     return flat_part(held.detach().reshape(-1)[:size], shape_of(parameter), start)
+
+
+def _own_range(parameter: Any) -> tuple[Tensor, int, int]:
+    """Return the memory of this process's elements of a divided parameter, where they begin, and how many they are."""
+    held = parameter.ds_tensor
+    start = held.numel() * _rank_of(parameter)
+    return held, start, max(0, min(held.numel(), int(parameter.ds_numel) - start))
 
 
 def _elements(parameter: Any, part: OwnRange) -> Tensor:
@@ -270,13 +272,10 @@ def set_parameter(parameter: nn.Parameter, whole: Tensor) -> None:
     if not is_divided(parameter):
         parameter.copy_(whole)
         return
-    of: Any = parameter
-    held = of.ds_tensor
-    start = held.numel() * _rank_of(of)
-    size = max(0, min(held.numel(), int(of.ds_numel) - start))
+    held, start, size = _own_range(parameter)
     if size:
         held.reshape(-1)[:size].copy_(whole.reshape(-1)[start : start + size])
-    if parameter.numel() == of.ds_numel:
+    if parameter.numel() == cast("Any", parameter).ds_numel:
         # A small one, which stays gathered.
         parameter.data.copy_(whole)
 

@@ -8,7 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.observers import set_during, set_until
 from hasten._lib.optional import install_line, installed
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import describe_misfit, load_weights
 from hasten.elsewhere.conventions import class_of
 from hasten.extend.origin import comes_from, is_builtin
+from hasten.hooks import nothing
 from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
@@ -68,7 +70,6 @@ _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "SparseAdam")
 T = TypeVar("T")
 
 _trains = attrgetter("requires_grad")
-_NOT_SET = object()
 
 
 class DeepSpeedStrategy(ParallelStrategy):
@@ -219,7 +220,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         own = read_config(config)
         if own is None:
             own = config_of(given)
-        elif changed := [name for name in OF_CONFIG if given[name] != _default_arguments()[name]]:
+        elif changed := [name for name in given if name in OF_CONFIG and given[name] != _default_arguments()[name]]:
             raise make_error(
                 ValueError,
                 f"DeepSpeedStrategy(config=..., {changed[0]}={given[changed[0]]!r}): the configuration says "
@@ -236,7 +237,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._settings = EngineSettings(own)
         self._precision: Precision = Precision()
         self._owner = "Trainer"
-        self._local_rank_before: Any = _NOT_SET
+        # Gives the environment back what was changed for DeepSpeed.
+        self._undo: ExitStack | None = None
         # The engine of the optimizer, or of the module that is evaluated; then the engines of other evaluated modules.
         self._engine: Any = None
         self._engines: list[Any] = []
@@ -325,10 +327,10 @@ class DeepSpeedStrategy(ParallelStrategy):
                 f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}.",
                 fix=f"Start the program with DS_ACCELERATOR={wanted}: DeepSpeed reads it when it is first imported.",
             )
-        if self._local_rank_before is _NOT_SET:
+        if self._undo is None:
             # Read in forwards of stage 3, too.
-            self._local_rank_before = os.environ.get("LOCAL_RANK")
-            os.environ["LOCAL_RANK"] = str(self.local_rank)
+            self._undo = ExitStack()
+            set_until(self._undo, os.environ, "LOCAL_RANK", str(self.local_rank))
         if not deepspeed.comm.is_initialized():
             with self._environment():
                 deepspeed.init_distributed(
@@ -340,13 +342,10 @@ class DeepSpeedStrategy(ParallelStrategy):
     def _environment(self) -> Iterator[None]:
         """Set the variables from which DeepSpeed reads which process this is."""
         mine = {"RANK": self.global_rank, "WORLD_SIZE": self.world_size, "LOCAL_SIZE": self.num_processes}
-        before = {name: os.environ.get(name) for name in mine}
-        os.environ.update({name: str(value) for name, value in mine.items()})
-        try:
+        with ExitStack() as undo:
+            for name, value in mine.items():
+                set_until(undo, os.environ, name, str(value))
             yield
-        finally:
-            for name, value in before.items():
-                _put_back(name, value)
 
     def _dividing(self) -> AbstractContextManager[Any]:
         deepspeed = self._deepspeed()
@@ -412,7 +411,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         in_16_bits = bool((self.config.get("bf16") or {}).get("bf16_optimizer_states"))
         own, said = as_cpu_adam(optimizer, [each.scheduler for each in schedulers], in_16_bits=in_16_bits)
         # The same methods as of the optimizer that the engine steps.
-        optimizer.add_param_group, optimizer.zero_grad = _refuse_group, _nothing
+        optimizer.add_param_group, optimizer.zero_grad = _refuse_group, nothing
         if not self._said_replaced:
             rank_zero_info(said)
         self._said_replaced = True
@@ -484,9 +483,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.sharding.order, self.engine.factor = (), None
         self._settings = EngineSettings(self.config)
         self._settings.set_precision(self._precision.precision)
-        if self._local_rank_before is not _NOT_SET:
-            _put_back("LOCAL_RANK", self._local_rank_before)
-            self._local_rank_before = _NOT_SET
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
         super().teardown()
 
 
@@ -494,11 +493,6 @@ class ZeroSharding(DividedSharding):
     """The engine divides parameters in stage 3; in stages 1 and 2 only the 32-bit optimizer copy is sharded."""
 
     strategy: DeepSpeedStrategy
-
-    def __init__(self, strategy: DeepSpeedStrategy) -> None:
-        super().__init__(strategy)
-        # Which parts of a module begin and end their forwards, as in the last step of an evaluation.
-        self.order: tuple[str, ...] = ()
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
         """Return the context in which modules are made; with stage 3 each parameter is divided when it is made."""
@@ -643,7 +637,7 @@ class ZeroEngine(StepEngine):
         basic = engine.basic_optimizer
         basic.add_param_group = _refuse_group
         # The engine clears gradients; the optimizer has buffers that must stay.
-        basic.zero_grad = _nothing
+        basic.zero_grad = nothing
         scheduler = engine.lr_scheduler
         if scheduler is not None and self.strategy._owner == "Trainer":
             # Stepped by the loop like every other one.
@@ -779,14 +773,10 @@ class ZeroEngine(StepEngine):
                 return result
             # Divided out together with the scale of the loss, before the norm is clipped.
             zero = engine.optimizer
-            before = zero.custom_loss_scaler, zero.external_loss_scale
             known_zero = not isinstance(factor, Tensor) and not factor
-            zero.external_loss_scale = float("inf") if known_zero else zero.loss_scale / factor
-            zero.custom_loss_scaler = True
-            try:
+            scale = float("inf") if known_zero else zero.loss_scale / factor
+            with set_during(zero, external_loss_scale=scale, custom_loss_scaler=True):
                 engine.step()
-            finally:
-                zero.custom_loss_scaler, zero.external_loss_scale = before
             return result
 
         return step
@@ -797,7 +787,7 @@ class ZeroEngine(StepEngine):
 
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that does nothing: the engine clears gradients when it has stepped."""
-        return _nothing
+        return nothing
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply the gradients of the next step."""
@@ -904,14 +894,6 @@ def _default_arguments() -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
-def _put_back(name: str, value: str | None) -> None:
-    """Give a variable of the environment the value that it had."""
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
 class _Kept:
     """A weight that a checkpoint leaves out, unchanged."""
 
@@ -962,10 +944,6 @@ def _as_forward(engine: Any, module: nn.Module, function: Callable[..., Any]) ->
     return forward
 
 
-def _nothing(set_to_none: bool = True) -> None:
-    """Do nothing."""
-
-
 def _refuse_group(group: object) -> None:
     raise make_error(
         RuntimeError,
@@ -998,15 +976,11 @@ def _check_fits(
 @contextmanager
 def _events(module: nn.Module, events: list[str]) -> Iterator[None]:
     """Append to ``events`` when the parts of a module begin and end their forwards."""
-    handles = []
-    for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(lambda *_, name=name: events.append(f">{name}")))
-        handles.append(part.register_forward_hook(lambda *_, name=name: events.append(f"<{name}")))
-    try:
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            hooks.enter_context(part.register_forward_pre_hook(lambda *_, name=name: events.append(f">{name}")))
+            hooks.enter_context(part.register_forward_hook(lambda *_, name=name: events.append(f"<{name}")))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _assigned_order(module: nn.Module, name: str = "") -> Iterator[str]:

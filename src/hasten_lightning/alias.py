@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hasten._lib.errors import make_error
+from hasten._lib.observers import set_until
 from hasten._lib.rank_zero import log, rank_zero_only
 from hasten.elsewhere.conventions import HASTEN, use
 from hasten_lightning.conventions import LIGHTNING
@@ -82,7 +83,7 @@ def install() -> None:
     # lightning_utilities, which packages for Lightning use, takes the rank from hasten.
     _replace(importlib.import_module("lightning_utilities.core.rank_zero"), "rank_zero_only", rank_zero_only)
     for name in _LOGGERS:
-        _replace_logger(name)
+        set_until(_replaced, logging.Logger.manager.loggerDict, name, log)
     # A process that multiprocessing starts, such as the worker of a loader, unpickles this first, then imports the
     # program's main module, and with it `lightning`.
     original = multiprocessing.spawn.get_preparation_data
@@ -92,15 +93,6 @@ def install() -> None:
 def _replace(owner: object, name: str, value: object) -> None:
     _replaced.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
-
-
-def _replace_logger(name: str) -> None:
-    known: dict[str, Any] = logging.Logger.manager.loggerDict
-    if name in known:
-        _replaced.callback(known.__setitem__, name, known[name])
-    else:
-        _replaced.callback(known.pop, name, None)
-    known[name] = log
 
 
 def installed() -> bool:

@@ -17,6 +17,7 @@ from hasten._lib import check
 from hasten._lib.device import as_device
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import warn_once
 from hasten.machine import collectives
 from hasten.precision.base import Precision
@@ -76,20 +77,12 @@ class SingleDeviceXLAStrategy(OneProcess):
     def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
         return Sharding(self), XLAEngine(self), StateIO(self)
 
-    def attach(
-        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
-    ) -> None:
-        devices = devices if self._device is None else [self._device]
-        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
-
     def launch(
         self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
     ) -> T:
         if runtime_kind() == "TPU" and not runtime_started():
             self.parallel_devices = [_take_chip(self.root_device)]
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        return function(*args, **kwargs)
+        return super().launch(function, *args, owner=owner, **kwargs)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Give Adam its first states before the first step, which is compiled together with them otherwise."""
@@ -235,11 +228,8 @@ class XLAStrategy(ParallelStrategy):
         if exchange is None:
             yield
             return
-        exchange.is_held = True
-        try:
+        with set_during(exchange, is_held=True):
             yield
-        finally:
-            exchange.is_held = False
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Give Adam its first states before the first step, which is compiled together with them otherwise."""
@@ -451,9 +441,7 @@ class XLAFSDPStrategy(OneProcess):
                 argument="strategy",
             )
         self.mesh = spmd.Mesh(numpy.arange(present), (present, 1), ("fsdp", "model"))
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        return function(*args, **kwargs)
+        return super().launch(function, *args, owner=owner, **kwargs)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the parameters of ``module``, which is on the device, and return it."""

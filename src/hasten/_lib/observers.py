@@ -1,11 +1,12 @@
-"""Notifications when a hook is replaced on an instance, or a list changes."""
+"""Notifications when a hook is replaced on an instance, or a list changes; attributes that are replaced for a time."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
 
 
@@ -14,6 +15,28 @@ class Follower(Protocol):
 
     def replaced(self, owner: object, name: str) -> None:
         """Called when the hook ``name`` of ``owner`` was set or removed."""
+
+
+def set_until(undo: ExitStack, entries: MutableMapping[str, Any], name: str, value: object) -> None:
+    """Set an entry until ``undo`` is closed: of the environment, or of an object's dict, past its ``__setattr__``."""
+    if name in entries:
+        undo.callback(entries.__setitem__, name, entries[name])
+    else:
+        undo.callback(entries.pop, name, None)
+    entries[name] = value
+
+
+@contextmanager
+def set_during(owner: object, /, **values: object) -> Iterator[None]:
+    """Return a context in which attributes have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 _followers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -534,10 +534,9 @@ class ModelCheckpoint(Checkpoint):
             scores = {name: score for name, score in self.best_k_models.items() if name != replaced}
             scores[path] = current
             self.best_k_models, self.current_score = scores, current
-            best, worst = (min, max) if self.mode == "min" else (max, min)
             if len(scores) == k:
-                self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
-                self.kth_value = scores[self.kth_best_model_path]
+                self._note_worst()
+            best = min if self.mode == "min" else max
             self.best_model_path = best(scores, key=lambda name: float(scores[name]))
             self.best_model_score = scores[self.best_model_path]
             best_text = f"(best {self.best_model_score:0.5f})"
@@ -787,10 +786,12 @@ class ModelCheckpoint(Checkpoint):
         self._written = {name: at for name, at in written.items() if name not in old}
         self.best_k_models = {name: score for name, score in self.best_k_models.items() if name not in old}
         if self.best_k_models:
-            worst = max if self.mode == "min" else min
-            scores = self.best_k_models
-            self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
-            self.kth_value = scores[self.kth_best_model_path]
+            self._note_worst()
+
+    def _note_worst(self) -> None:
+        worst, scores = max if self.mode == "min" else min, self.best_k_models
+        self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
+        self.kth_value = scores[self.kth_best_model_path]
 
     def _remove_replaced(self, trainer: Trainer, keep: str | None = None) -> None:
         wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, keep}

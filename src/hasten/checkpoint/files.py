@@ -27,10 +27,10 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ from hasten.elsewhere import conventions
 if TYPE_CHECKING:
     from hasten.checkpoint.background import BackgroundWriter
     from hasten.types import MapLocation, PathLike, StorageOptions
+
+T = TypeVar("T")
 
 
 def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: StorageOptions = None) -> None:
@@ -275,21 +277,26 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
             raise CheckpointDamaged(f"{path} is not a checkpoint, or is damaged: {first_line(error)}") from error
 
 
+@contextmanager
+def _set_in_context(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Return a context in which a variable has another value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 _mapped: ContextVar[bool] = ContextVar("mapped", default=False)
 _SMALL_BYTES = 1 << 20
 
 
-@contextmanager
-def mapped_tensors() -> Iterator[None]:
+def mapped_tensors() -> AbstractContextManager[None]:
     """Make ``load`` map large tensors of local files from disk, for callers that copy a part of each and drop it.
 
     Several processes on a machine that each need a part then have the file in memory once, in the system's cache.
     """
-    token = _mapped.set(True)
-    try:
-        yield
-    finally:
-        _mapped.reset(token)
+    return _set_in_context(_mapped, True)
 
 
 def _copied_if_small(tensor: Tensor) -> Tensor:
@@ -389,26 +396,6 @@ def present(path: str | os.PathLike[str]) -> bool:
     return recover(_local(path))
 
 
-def safe_name(text: str) -> str:
-    """Return ``text`` as a part of a file name that cannot lead out of its folder.
-
-    Args:
-        text: anything, for instance ``"val/loss=0.25"``.
-
-    Example::
-
-        >>> safe_name("../val/loss=0.25")
-        '_val_loss=0.25'
-
-    Source: `Naming files <https://learn.microsoft.com/windows/win32/fileio/naming-a-file>`_.
-
-    """
-    kept = "".join("_" if sign in '<>:"/\\|?*' or not sign.isprintable() else sign for sign in text)
-    kept = kept.replace("..", "").strip(". ")
-    # File systems limit bytes, and the caller adds something to the name.
-    return kept.encode()[:150].decode(errors="ignore") or "_"
-
-
 # -- writing
 
 
@@ -466,14 +453,9 @@ class _PickleModule:
 _locations: ContextVar[Mapping[int, str]] = ContextVar("locations", default=types.MappingProxyType({}))
 
 
-@contextmanager
-def located_as(locations: Mapping[int, str]) -> Iterator[None]:
+def located_as(locations: Mapping[int, str]) -> AbstractContextManager[None]:
     """Write storages as if they were elsewhere: ``torch_private.identity_of(storage)`` -> ``location_tag``."""
-    token = _locations.set(locations)
-    try:
-        yield
-    finally:
-        _locations.reset(token)
+    return _set_in_context(_locations, locations)
 
 
 _BUFFER_BYTES = 1 << 16
@@ -738,17 +720,12 @@ def _nearest_below_parents(path: Path) -> str:
 _leaves_out: ContextVar[bool] = ContextVar("leaves_out", default=False)
 
 
-@contextmanager
-def hyper_parameters_left_out() -> Iterator[None]:
+def hyper_parameters_left_out() -> AbstractContextManager[None]:
     """Return a context in which ``load`` puts ``objects.NotRead`` for hyper-parameters that nobody has allowed.
 
     Elsewhere in a file objects are still refused.
     """
-    token = _leaves_out.set(True)
-    try:
-        yield
-    finally:
-        _leaves_out.reset(token)
+    return _set_in_context(_leaves_out, True)
 
 
 def _read_by_name(

@@ -134,7 +134,7 @@ def read(file: IO[bytes], map_location: Any, *, data: bool = True, leaves_out: b
         stands for those.
 
     """
-    allowed = {**(_DATA if data else {}), **_default_globals(), **_users_globals()}
+    allowed = {**(_DATA if data else {}), **torch_private.allowed_globals(), **_users_globals()}
     refused: dict[str, None] = {}
 
     class Reader(NameReader):
@@ -163,10 +163,6 @@ def _key(key: Any, refused: dict[str, None]) -> Any:
         refused.pop(key.name, None)
         return key.name.rpartition(".")[2]
     return key
-
-
-def _default_globals() -> dict[str, Any]:
-    return torch_private.allowed_globals()
 
 
 def _users_globals() -> dict[str, Any]:

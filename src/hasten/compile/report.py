@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hasten._lib import torch_private
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_info
 
 
@@ -96,14 +97,9 @@ class CompileCounters:
         self.print_report()
         self._last = None
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Make all parts compute in Python."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
+        return set_during(self, paused=True)
 
     def graphs_in_process(self) -> int:
         """Return how many graphs the compiler has made in this process."""

@@ -136,7 +136,7 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
         return _checked(owner, CompileSettings(regional=value == "regional", step=value == "step"))
     if isinstance(value, Mapping):
         return _checked(owner, _from_options(owner, dict(value)))
-    if isinstance(value, str) and value in _modes():
+    if isinstance(value, str) and value in torch_private.compile_modes():
         raise make_error(
             ValueError,
             f"{owner}(compile={value!r}): that is a mode of torch.compile.",
@@ -174,7 +174,7 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
             raise make_error(ValueError, what, fix=fix, argument="compile")
     own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
-    check.one_of(owner, "compile['mode']", mode, _modes(), allow_none=True)
+    check.one_of(owner, "compile['mode']", mode, torch_private.compile_modes(), allow_none=True)
     check.instance(owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True)
     if mode is not None and inner:
         raise make_error(
@@ -187,19 +187,11 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
         known = torch.compiler.list_backends(exclude_tags=())
         check.one_of(owner, "compile['backend']", backend, known, allow_none=True)
     for name in inner or () if backend in (None, "inductor") else ():
-        if str(name).replace("-", "_") not in _inductor_options():
-            hint = did_you_mean(str(name), _inductor_options())
+        if str(name).replace("-", "_") not in torch_private.compile_options():
+            hint = did_you_mean(str(name), torch_private.compile_options())
             allowed = "the options that torch._inductor.list_options() lists"
             raise check.wrong(owner, "compile['options'] option", name, allowed, hint=hint)
     return CompileSettings(options=given, **own)
-
-
-def _inductor_options() -> list[str]:
-    return torch_private.compile_options()
-
-
-def _modes() -> list[str]:
-    return torch_private.compile_modes()
 
 
 def check_possible(owner: str, settings: CompileSettings, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, without_unknown
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
@@ -820,11 +821,8 @@ def _in_matmul_precision(function: Callable[..., T], fabric: Fabric, *args: obje
 
 
 def _run_inside(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
-    fabric._inside_run = True
-    try:
+    with set_during(fabric, _inside_run=True):
         return fabric.run(*args, **kwargs)
-    finally:
-        fabric._inside_run = False
 
 
 def _launching(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -227,7 +227,7 @@ class StageData:
             for stream in self._streams:
                 self._limited(stream)  # Raises if the limit does not fit the loader.
             empty = self.stage == "train" and self._streams[0].length == 0
-            if empty and not self._may_be_empty():
+            if empty and not (self._conventions.mistakes_are_warnings or self._allows_empty()):
                 raise MisconfigurationException("the train dataloader has no batches.")
         return self._streams
 
@@ -400,9 +400,6 @@ class StageData:
         combined = copy.copy(loader)
         combined.flattened = [stream.loader for stream in streams]
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
-
-    def _may_be_empty(self) -> bool:
-        return self._conventions.mistakes_are_warnings or self._allows_empty()
 
     def _allows_empty(self) -> bool:
         owners = [owner for owner in (self.datamodule, self._module) if owner is not None]

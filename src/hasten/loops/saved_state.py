@@ -214,7 +214,7 @@ class SavedObjects:
     def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
         if isinstance(thing, nn.Module):
             # A strategy that shards gives parts other classes.
-            self._note(thing, _class_in_list, _put_class_back)
+            self._note(thing, lambda part: [type(part)], _put_class_back)
         # The sub-modules of a module are parts of it, however deep they are.
         self._visit_attributes(thing, where, _DEPTH if isinstance(thing, nn.Module) else depth, values)
 
@@ -420,10 +420,6 @@ def _is_array(thing: Any) -> bool:
 
 
 # -- classes
-
-
-def _class_in_list(thing: Any) -> list[type]:
-    return [type(thing)]
 
 
 def _put_class_back(thing: Any, before: list[type]) -> None:

@@ -336,25 +336,20 @@ def leave() -> None:
 
 def lost_partner(error: BaseException) -> bool:
     """Return whether ``error`` is the consequence of the death of another process."""
-    if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
-        return True
-    if error.__dict__.get("is_consequence"):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("closed by peer", "reset by peer", "gloo", "nccl", "connection refused")
-    )
+    return bool(error.__dict__.get("is_consequence")) or _is_of_connection(error, "gloo", "nccl")
 
 
 def _lost_connection(error: BaseException) -> bool:
     """Return whether a connection to another process broke; other errors of a backend concern this process."""
+    return _is_of_connection(error, "broken pipe", "remote process")
+
+
+def _is_of_connection(error: BaseException, *words: str) -> bool:
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text
-        for word in ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process")
-    )
+    words = ("closed by peer", "reset by peer", "connection refused", *words)
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 @contextmanager

@@ -131,6 +131,7 @@ def process_age_seconds() -> float:
         OSError: the system does not say.
 
     """
+    # After the name of the program, which may hold anything: the ticks from the start of the machine to its own.
     started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     up_seconds = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     return up_seconds - started / os.sysconf("SC_CLK_TCK")

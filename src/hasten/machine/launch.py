@@ -511,7 +511,7 @@ def end_now(code: int, reason: str) -> NoReturn:
     The main thread may be in a call that nothing can interrupt, so no exit function runs.
     """
     # The main thread may return when its partners are gone: its error is a consequence.
-    sys.excepthook = _say_nothing
+    sys.excepthook = lambda *error: None
     if _children is not None:
         _children.stop()
     for function in _end_observers:
@@ -524,10 +524,6 @@ def end_now(code: int, reason: str) -> NoReturn:
     flush.start()
     flush.join(1.0)
     os._exit(code)
-
-
-def _say_nothing(*error: object) -> None:
-    pass
 
 
 def _flush() -> None:

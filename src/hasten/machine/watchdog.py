@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hasten._lib import torch_private
+from hasten._lib.observers import set_during
 from hasten.machine import agreement, collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving, format_ranks
 
@@ -58,11 +59,6 @@ class Position:
 
     text: str = ""
     count: int = 0
-
-
-def nowhere() -> Position:
-    """Return the position of a program without hasten's loops."""
-    return Position()
 
 
 @dataclass(slots=True)
@@ -239,7 +235,8 @@ class Watchdog:
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta, store: Any, run: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.timeout_seconds = timeout.total_seconds()
-        self.position: Callable[[], Position] = nowhere
+        # Without hasten's loops nothing is known of it.
+        self.position: Callable[[], Position] = Position
         self.thread_watched = threading.get_ident()
         self.folder: Callable[[], str] = os.getcwd
         self._store = torch_private.part_of_store(f"hasten-watchdog/{run}", store.clone())
@@ -352,7 +349,7 @@ class Watchdog:
                 self._last_order = order
                 self._follow(json.loads(order))
                 return
-        if due and self._leads(now):
+        if due and not any(self._lives(rank, now) for rank in range(self.rank)):
             beats = self._everybody(now)
             verdict = self._judge(beats, [rank for rank in beats if self._has_ended(rank, now)])
             if verdict is not None:
@@ -377,9 +374,6 @@ class Watchdog:
         if verdict is not None and verdict.code is None:
             self._warned = True
         return verdict
-
-    def _leads(self, now: float) -> bool:
-        return not any(self._lives(rank, now) for rank in range(self.rank))
 
     def _lives(self, rank: int, now: float) -> bool:
         """Return whether a process has reported lately and has not left."""
@@ -717,9 +711,5 @@ def observing(position: Callable[[], Position], folder: Callable[[], str]) -> It
     if watchdog is None:
         yield
         return
-    before = watchdog.position, watchdog.thread_watched, watchdog.folder
-    watchdog.position, watchdog.thread_watched, watchdog.folder = position, threading.get_ident(), folder
-    try:
+    with set_during(watchdog, position=position, thread_watched=threading.get_ident(), folder=folder):
         yield
-    finally:
-        watchdog.position, watchdog.thread_watched, watchdog.folder = before

@@ -414,13 +414,14 @@ def _with_objects(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
                 plain[str(name)] = stored
     if is_config:
         return {key: owner.hparams, f"{key}_plain": plain, owner.CHECKPOINT_HYPER_PARAMS_TYPE: type(owner.hparams)}
-    kept = {str(name): value for name, value in values.items() if files.is_plain(value) or _can_be_pickled(value)}
+    kept = {str(name): value for name, value in values.items() if files.is_plain(value) or is_picklable(value)}
     return {key: kept, **({f"{key}_plain": plain} if plain else {})}
 
 
-def _can_be_pickled(value: object) -> bool:
+def is_picklable(obj: object) -> bool:
+    """Return whether an object can be pickled."""
     try:
-        pickle.dumps(value)
+        pickle.dumps(obj)
     except Exception:  # pickling runs the object's own code, which may fail in any way
         return False
     return True
@@ -430,9 +431,7 @@ def remove_unpicklable(*owners: HyperparametersMixin | None) -> None:
     """Remove hyper-parameters that a checkpoint of Lightning could not hold, with a warning for each."""
     for owner in owners:
         hparams = {} if owner is None else owner.hparams
-        for name in [
-            name for name, value in hparams.items() if not _is_omegaconf(hparams) and not _can_be_pickled(value)
-        ]:
+        for name in [name for name, value in hparams.items() if not _is_omegaconf(hparams) and not is_picklable(value)]:
             del hparams[name]
             rank_zero_warn(f"Attribute {name!r} removed from hparams because it cannot be pickled.")
 

@@ -205,7 +205,6 @@ def _check_interval(config: LRSchedulerConfig, where: str) -> None:
 
 
 def _required(function: Any) -> list[str]:
-    """Return the required parameters of a function."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

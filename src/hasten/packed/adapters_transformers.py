@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.observers import set_during
 from hasten.packed.first_token import CAUSAL
 from hasten.packed.layout import HELP, Layout, refusal
 from hasten.packed.patches import MethodPatch, NamePatch
@@ -80,14 +81,8 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
         problem = "it computes the same blocks several times, so the last one needs all tokens"
         raise refusal(asked, problem, "Use packed=True.")
 
-    @contextmanager
-    def unpatched() -> Iterator[None]:
-        packed = config._attn_implementation
-        config._attn_implementation = packed.original
-        try:
-            yield
-        finally:
-            config._attn_implementation = packed
+    def unpatched() -> AbstractContextManager[None]:
+        return set_during(config, _attn_implementation=config._attn_implementation.original)
 
     stack = Stack(blocks, container, asked, causal, first_token, unpatched=unpatched)
     inside = [one for block in blocks for one in block.modules()]

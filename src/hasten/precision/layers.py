@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.observers import set_until
 
 
 def ignored(name: str, prefixes: Iterable[str]) -> bool:
@@ -106,11 +107,7 @@ def classes_replaced(instead: dict[str, Any]) -> Iterator[None]:
         instead: names in ``torch.nn``, for example "Linear", and the replacements.
 
     """
-    before = {name: getattr(torch.nn, name) for name in instead}
-    for name, kind in instead.items():
-        setattr(torch.nn, name, kind)
-    try:
+    with ExitStack() as undo:
+        for name, kind in instead.items():
+            set_until(undo, vars(torch.nn), name, kind)
         yield
-    finally:
-        for name, kind in before.items():
-            setattr(torch.nn, name, kind)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hasten._lib import VERSION
-from hasten.machine.host import cpu_name, total_memory_bytes, usable_cores
+from hasten.machine.host import cpu_name, process_age_seconds, total_memory_bytes, usable_cores
 
 # Packages whose version may explain a result; each only where the program has imported it.
 _PACKAGES = (
@@ -107,10 +107,7 @@ def program() -> str | None:
 def process_began() -> float | None:
     """Return when this process was started, in seconds since 1970; None where the system does not say."""
     with suppress(OSError, ValueError, IndexError):
-        # After the name of the program, which may hold anything: the ticks from the start of the machine to its own.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up_seconds = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - (up_seconds - ticks / os.sysconf("SC_CLK_TCK"))
+        return time.time() - process_age_seconds()
     return None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from hasten._lib.observers import set_until
 from hasten.hooks import nothing
 
 if TYPE_CHECKING:
@@ -221,19 +222,20 @@ class StepTimes:
     def _timed_functions(self, plan: StepFunctions) -> tuple[Call, Call | None, Call]:
         runtime, watched = self._run.runtime, self._watched
         engine = runtime.engine
+        own = vars(engine)
         bind, make_step, make_zero_grad = runtime.bind, engine.make_step, engine.make_zero_grad
         with_backward, backward = engine.with_backward, engine.backward
 
         with ExitStack() as undo:
-            _replace(runtime, "bind", lambda function, **how: watched("forward", bind(function, **how)), undo)
-            _replace(engine, "make_step", lambda optimizer: watched("optimizer", make_step(optimizer)), undo)
-            _replace(engine, "make_zero_grad", lambda optimizer: watched("optimizer", make_zero_grad(optimizer)), undo)
-            _replace(engine, "with_backward", lambda own: watched("backward", with_backward(own)), undo)
-            _replace(engine, "backward", watched("backward", backward), undo)
+            set_until(undo, vars(runtime), "bind", lambda function, **how: watched("forward", bind(function, **how)))
+            set_until(undo, own, "make_step", lambda optimizer: watched("optimizer", make_step(optimizer)))
+            set_until(undo, own, "make_zero_grad", lambda optimizer: watched("optimizer", make_zero_grad(optimizer)))
+            set_until(undo, own, "with_backward", lambda step: watched("backward", with_backward(step)))
+            set_until(undo, own, "backward", watched("backward", backward))
             for name in ("clip_norm", "clip_value"):
-                _replace(engine, name, watched("optimizer", getattr(engine, name)), undo)
+                set_until(undo, own, name, watched("optimizer", getattr(engine, name)))
             if engine.unscale is not None:
-                _replace(engine, "unscale", watched("optimizer", engine.unscale), undo)
+                set_until(undo, own, "unscale", watched("optimizer", engine.unscale))
             step = self._make_step()
         transfer = None if plan.transfer is None else watched("transfer", plan.transfer)
         return watched("other", step), transfer, watched("optimizer", plan.step_schedulers)
@@ -248,12 +250,12 @@ class StepTimes:
                 undo.callback(_set_back, hooks, name, timed, hook)
                 setattr(hooks, name, timed)
         # For manual_backward, and for optimizers that a module or a closure steps.
-        _replace(run.runtime.engine, "backward", watched("backward", run.runtime.engine.backward), undo)
+        set_until(undo, vars(run.runtime.engine), "backward", watched("backward", run.runtime.engine.backward))
         for optimizer in run.wrapped_optimizers:
             undo.callback(optimizer.step_through(lambda step: watched("optimizer", step)))
         if not compiles():
             # A compiled function that logs would be compiled again.
-            _replace(run.logged, "record", watched("logging", run.logged.record), undo)
+            set_until(undo, vars(run.logged), "record", watched("logging", run.logged.record))
 
 
 def compiles() -> bool:
@@ -268,15 +270,6 @@ def compile_seconds() -> float:
     if not getattr(compiler, "compilation_time_metrics", None):
         return 0.0
     return float(compiler.calculate_time_spent().get("total_wall_time", 0.0))
-
-
-def _replace(target: Any, name: str, function: Call, undo: ExitStack) -> None:
-    own = target.__dict__
-    if name in own:
-        undo.callback(own.__setitem__, name, own[name])
-    else:
-        undo.callback(own.pop, name, None)
-    own[name] = function
 
 
 def _set_back(owner: object, name: str, timed: Call, before: Call) -> None:

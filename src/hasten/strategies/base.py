@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
@@ -716,14 +717,9 @@ class StepEngine(StrategyPart):
 
     # -- gradients
 
-    @contextmanager
-    def without_communication(self) -> Iterator[None]:
+    def without_communication(self) -> AbstractContextManager[None]:
         """Have each process step alone within the context: one that fails leaves no other waiting."""
-        before, self.syncs_gradients = self.syncs_gradients, False
-        try:
-            yield
-        finally:
-            self.syncs_gradients = before
+        return set_during(self, syncs_gradients=False)
 
     def wrap_late(self, module: nn.Module, wrapped: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return the module to call in training: ``wrap(module)`` if it was not wrapped yet.
@@ -761,7 +757,7 @@ class StepEngine(StrategyPart):
             zero_loss: returns a loss that depends on the parameters and adds nothing to their gradients.
 
         """
-        return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else _nothing
+        return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else nothing
 
     def _make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
@@ -866,8 +862,8 @@ class StepEngine(StrategyPart):
         return cleared_by_user or not all(map(fast_step.clears_gradients, optimizers))
 
 
-def _nothing() -> None:
-    """Exchange nothing."""
+def nothing() -> None:
+    """Exchange or compute nothing, where other processes do."""
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

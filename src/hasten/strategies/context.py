@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from itertools import pairwise
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.observers import set_until
 from hasten._lib.tree import children, leaves, map_tensors, rebuilt, weighed
 from hasten.extend.origin import functions_reached, names_in
 from hasten.packed.document_attention import packed_attention
@@ -108,7 +109,7 @@ class ContextSplit:
         self.sequence_dim, self.names, self.ignore_index = sequence_dim, names, ignore_index
         # Whether ``labels`` become ``shift_labels``, and whether a batch may be padded: as Hugging Face models need.
         self.shifts = self.pads = False
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
 
     def __deepcopy__(self, memo: object) -> ContextSplit:
         """Return itself: copies of a module attend over the same group."""
@@ -141,21 +142,22 @@ class ContextSplit:
                 f"{OWNER}: no attention that spans the processes was found in {type(module).__name__}.",
                 fix="Call hasten.strategies.context.attention where the model attends.",
             )
-        self._undo += _prepare_transformers(models, self)
+        with ExitStack() as undo:
+            _prepare_transformers(models, self, undo)
+            self._undo.enter_context(undo.pop_all())
         for part in module.modules():
             if isinstance(part, nn.MultiheadAttention):
-                self._set(part, "forward", partial(_multihead, part, self))
+                set_until(self._undo, vars(part), "forward", partial(_multihead, part, self))
             # The fused layer of evaluation does not call its attention.
             elif isinstance(part, nn.TransformerEncoderLayer):
-                self._set(part, "activation_relu_or_gelu", 0)
+                set_until(self._undo, vars(part), "activation_relu_or_gelu", 0)
             elif isinstance(part, nn.TransformerEncoder):
-                self._set(part, "use_nested_tensor", False)
+                set_until(self._undo, vars(part), "use_nested_tensor", False)
         self.pads, self.shifts = bool(models), any(map(_predicts_next, models))
 
     def release(self) -> None:
         """Undo what ``prepare`` has changed."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -263,13 +265,6 @@ class ContextSplit:
         sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
         parts = all_to_all(sent.expand(self.size, *sent.shape).contiguous(), self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1).to(tensor.dtype)
-
-    def _set(self, part: nn.Module, name: str, value: object) -> None:
-        """Set an attribute of a module, past ``nn.Module.__setattr__``, until ``release``."""
-        own = vars(part)
-        before = own.get(name)
-        self._undo.append(partial(own.__setitem__, name, before) if name in own else partial(own.pop, name))
-        own[name] = value
 
 
 def _weighed(loss: Tensor, weight: Tensor | float) -> Tensor:
@@ -913,16 +908,15 @@ def _check_transformer(model: Any, size: int) -> None:
         raise _indivisible(type(model).__name__, heads, size)
 
 
-def _prepare_transformers(models: list[Any], split: ContextSplit) -> list[Callable[[], object]]:
-    """Let Hugging Face models attend over the group; return what undoes it."""
+def _prepare_transformers(models: list[Any], split: ContextSplit, undo: ExitStack) -> None:
+    """Let Hugging Face models attend over the group, until ``undo`` is closed."""
     if not models:
-        return []
+        return
     _register()
     inner = {part for model in models for part in model.modules() if part is not model}
     outermost = [model for model in models if model not in inner]
-    undo: list[Callable[[], object]] = []
     for model in outermost:
-        undo.append(partial(model.set_attn_implementation, model.config._attn_implementation))
+        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(IMPLEMENTATION)
     for model in models:
         names = _takes(type(model).forward)
@@ -930,16 +924,13 @@ def _prepare_transformers(models: list[Any], split: ContextSplit) -> list[Callab
         if model.config._attn_implementation != IMPLEMENTATION or not (
             has_model or {"attention_mask", "position_ids"} <= set(names)
         ):
-            for each in undo:
-                each()
             raise MisconfigurationException(
                 f"{OWNER}: {type(model).__name__} does not take another attention, or no position_ids.",
                 fix="Leave context parallel out.",
                 argument="context",
             )
         hook = _check_labels if has_model else _give_documents
-        undo.append(model.register_forward_pre_hook(partial(hook, split, names), with_kwargs=True).remove)
-    return undo
+        undo.callback(model.register_forward_pre_hook(partial(hook, split, names), with_kwargs=True).remove)
 
 
 def _register() -> None:

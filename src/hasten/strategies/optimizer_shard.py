@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.contents import load_optimizer
@@ -311,12 +312,9 @@ class OptimizerShard:
         saved = state["param_groups"]
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
-            self._inside = True
-            try:
+            with set_during(self, _inside=True):
                 # Raises an error that says what does not fit.
                 load_optimizer(optimizer, state)
-            finally:
-                self._inside = False
         keys = dict(zip(parameters_of(optimizer), (key for group in saved for key in group["params"]), strict=True))
         # Also parameters that are frozen now and have trained before.
         self._assign(p for p, key in keys.items() if p not in self._pieces and key in state["state"])

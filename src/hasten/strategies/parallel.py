@@ -17,6 +17,7 @@ from hasten import elsewhere
 from hasten._lib import check, torch_private
 from hasten._lib.errors import absent
 from hasten._lib.names import did_you_mean
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from
@@ -304,11 +305,8 @@ class ParallelStrategy(Strategy):
     ) -> T:
         if local_rank is not None:
             self._set_rank(local_rank)
-        self._store = store
-        try:
+        with set_during(self, _store=store):
             self.setup_environment()
-        finally:
-            self._store = None
         watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
         with joint_call(), collectives.naming_who_ended():
             return function(*args, **kwargs)

@@ -137,7 +137,6 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "split_dropout": _SplitDropout,
 }
 _WHOLE = "replicate"
-_GATHERED = ("colwise_gather_output", "colwise_rep")
 
 # Layers of torch, whose attention stays whole: one parameter holds the heads of query, key and value, one after the
 # other, and no range of its rows holds the same heads of all three.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from hasten.checkpoint.files import mapped_tensors
 from hasten.extend.origin import comes_from, full_name, is_builtin
 from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import to_floating
-from hasten.strategies.base import Sharding, StateIO, StepEngine
+from hasten.strategies.base import Sharding, StateIO, StepEngine, nothing
 
 if TYPE_CHECKING:
     from hasten.strategies.mesh.strategy import MeshStrategy
@@ -35,6 +35,9 @@ _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam"
 
 class DividedSharding(Sharding):
     """Sharding for strategies whose processes have parts of parameters."""
+
+    # The order in which the parts compute, as the last evaluation showed it; empty before.
+    order: tuple[str, ...] = ()
 
     def place(self, module: nn.Module) -> nn.Module:
         """Return ``module``: parts are where the strategy has put them."""
@@ -109,11 +112,6 @@ class DTensorSharding(DividedSharding):
 
     strategy: MeshStrategy
 
-    def __init__(self, strategy: MeshStrategy) -> None:
-        super().__init__(strategy)
-        # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
-        self.order: tuple[str, ...] = ()
-
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
         # A whole model may not fit on the device.
@@ -136,7 +134,7 @@ class DTensorSharding(DividedSharding):
         parts = sharded_parts(module)
         for name in self.forward_order(module):
             # Experts take part in an exchange of tokens, too.
-            forward = getattr(vars(parts[name]).get("forward"), "without_tokens", _nothing)
+            forward = getattr(vars(parts[name]).get("forward"), "without_tokens", nothing)
             self.strategy.engine.as_forward(forward, parts[name])()
 
     @property
@@ -586,16 +584,10 @@ def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
     if "" in parts:
         # A step is a forward of the whole module, but not a call of it.
         names.append("")
-    handles = [part.register_forward_pre_hook(lambda *_, name=name: names.append(name)) for name, part in parts.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, part in parts.items():
+            hooks.enter_context(part.register_forward_pre_hook(lambda *_, name=name: names.append(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _nothing() -> None:
-    """Compute nothing in a forward that gathers parameters for other processes."""
 
 
 def keep_class_name(module: nn.Module) -> None:

@@ -27,6 +27,20 @@ class OneProcess(Strategy):
 
     # Whether the process computes on all devices of the run, and not on one.
     takes_all_devices: bool = False
+    # The device that a program names; None for the first one of the run.
+    _device: torch.device | None = None
+
+    def attach(
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
+    ) -> None:
+        devices = devices if self._device is None else [self._device]
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
+        self.setup_environment()
+        return function(*args, **kwargs)
 
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         operation_name(reduce_op)  # Refuses unknown ones.
@@ -66,17 +80,5 @@ class SingleDeviceStrategy(OneProcess):
         self._device = as_device(type(self).__name__, device)
         self.parallel_devices = [self._device or torch.device("cpu")]
 
-    def attach(
-        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
-    ) -> None:
-        devices = devices if self._device is None else [self._device]
-        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
-
     def simulate_one_process(self) -> None:
         """Do nothing: there is one process."""
-
-    def launch(
-        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
-    ) -> T:
-        self.setup_environment()
-        return function(*args, **kwargs)

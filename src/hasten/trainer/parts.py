@@ -231,9 +231,7 @@ def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
 
 
 def _turn(callback: Callback) -> int:
-    from hasten.callbacks.checkpoint import Checkpoint
-
-    return isinstance(callback, Checkpoint) - hasattr(type(callback), "SUPPORTED_MODES")
+    return _saves(callback) - hasattr(type(callback), "SUPPORTED_MODES")
 
 
 def _saves(callback: Callback) -> bool:

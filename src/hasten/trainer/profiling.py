@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from hasten._lib.observers import set_until
 from hasten.hooks import overrides
 from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
@@ -108,14 +109,9 @@ def _wrap(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     owner = f"[LightningModule]{type(module).__name__}"
     watch = functools.partial(watched, profiler)
 
-    def replace(target: Any, name: str, function: Call) -> None:
-        # In the instance's own dictionary: a module's __setattr__ would look for listeners again.
-        own = target.__dict__
-        if name in own:
-            undo.callback(own.update, {name: own[name]})
-        else:
-            undo.callback(own.pop, name, None)
-        own[name] = function
+    def replace(target: object, name: str, function: Call) -> None:
+        # A module's __setattr__ would look for listeners again.
+        set_until(undo, vars(target), name, function)
 
     def wrap(target: Any, name: str, action: str) -> None:
         replace(target, name, watch(action, getattr(target, name)))

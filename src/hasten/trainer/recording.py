@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hasten._lib.files import is_url, local
 from hasten.callbacks.checkpoint_files import default_folder
+from hasten.hooks import nothing
 from hasten.loggers.base import DummyLogger
 from hasten.loops.progress import TrainerFn
 from hasten.record import about
@@ -37,7 +38,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
     """
     logged = run.logged
     if run.state.fn is not TrainerFn.FITTING:
-        yield _nothing
+        yield nothing
         return
     if run.progress.total_batches:
         # A fit that continues where the last one ended keeps its history.
@@ -100,9 +101,6 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         git.read()
         logged.on_row = None
         run.observers.record = NoRecord()
-
-
-def _nothing() -> None: ...
 
 
 def _records(trainer: Trainer) -> bool:

@@ -181,16 +181,12 @@ class BatchCounts(LoopCounts):
         self.is_last_batch = is_last_batch
 
 
-def _plain() -> ReadyCompleted:
-    return ReadyCompleted()
-
-
 @dataclass
 class SchedulerCounts(LoopCounts):
     """Counts of the steps of learning-rate schedulers."""
 
-    total: ReadyCompleted = field(default_factory=_plain)
-    current: ReadyCompleted = field(default_factory=_plain)
+    total: ReadyCompleted = field(default_factory=ReadyCompleted)
+    current: ReadyCompleted = field(default_factory=ReadyCompleted)
 
 
 @dataclass

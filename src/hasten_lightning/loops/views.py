@@ -6,7 +6,6 @@ The Trainer finds ``FitLoop`` and the functions at the end by entry points.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +153,29 @@ class LoopView(Loop):
         )
 
 
+class SourceLoop(LoopView):
+    """A view of a loop over the batches of one stage."""
+
+    def __init__(self, trainer: TrainerView, source: str) -> None:
+        super().__init__(trainer)
+        self._name = source
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to do."""
+        source = self._trainer._source(self._name)
+        return source is None or source.is_off()
+
+    def setup_data(self) -> None:
+        """Load the data now."""
+        if (source := self._trainer._source(self._name)) is not None:
+            source.load()
+
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._trainer._source(self._name))
+
+
 class AutomaticOptimization(LoopView):
     """``trainer.fit_loop.epoch_loop.automatic_optimization``."""
 
@@ -162,15 +184,10 @@ class AutomaticOptimization(LoopView):
     @property
     def optim_progress(self) -> OptimizationCounts:
         """The optimizer's steps, in the run and in this epoch."""
-        trainer = self._trainer
-        automatic = trainer._module is None or trainer._module.automatic_optimization
-        total, current = (trainer.progress.global_step, _steps_of_epoch(trainer)) if automatic else (0, 0)
-        step = LoopCounts(
-            _written(ReadyCompleted(total, total), _set_step(trainer)),
-            _written(ReadyCompleted(current, current), _ignored),
-        )
+        steps = _steps(self._trainer, automatic=True)
+        total, current = steps.total.completed, steps.current.completed
         zero_grad = LoopCounts(Started(total, total, total), Started(current, current, current))
-        return OptimizationCounts(OptimizerCounts(step, zero_grad))
+        return OptimizationCounts(OptimizerCounts(steps, zero_grad))
 
 
 class ManualOptimization(LoopView):
@@ -181,13 +198,7 @@ class ManualOptimization(LoopView):
     @property
     def optim_step_progress(self) -> LoopCounts:
         """The steps of all optimizers, in the run and in this epoch."""
-        trainer = self._trainer
-        manual = trainer._module is not None and not trainer._module.automatic_optimization
-        total, current = (trainer.progress.global_step, _steps_of_epoch(trainer)) if manual else (0, 0)
-        return LoopCounts(
-            _written(ReadyCompleted(total, total), _set_step(trainer)),
-            _written(ReadyCompleted(current, current), _ignored),
-        )
+        return _steps(self._trainer, automatic=False)
 
 
 class TrainingEpochLoop(LoopView):
@@ -237,8 +248,8 @@ class TrainingEpochLoop(LoopView):
             return Processed(ready=done + ahead, completed=done - after, started=done + begun, processed=done)
 
         return BatchCounts(
-            _written(count(progress.total_batches), lambda _, value: setattr(progress, "total_batches", value)),
-            _written(count(progress.batch), lambda _, value: setattr(progress, "batch", value)),
+            count(progress.total_batches).tell(lambda _, value: setattr(progress, "total_batches", value)),
+            count(progress.batch).tell(lambda _, value: setattr(progress, "batch", value)),
             trainer.is_last_batch,
         )
 
@@ -287,7 +298,7 @@ class TrainingEpochLoop(LoopView):
         self._batches_that_stepped = state_dict.get("_batches_that_stepped", 0)
 
 
-class FitLoop(LoopView):
+class FitLoop(SourceLoop):
     """``trainer.fit_loop``: limits and counters, which can be assigned.
 
     Example::
@@ -310,7 +321,7 @@ class FitLoop(LoopView):
     min_steps = Setting[int | None](_MIN_STEPS, settable=False)
 
     def __init__(self, trainer: TrainerView) -> None:
-        super().__init__(trainer)
+        super().__init__(trainer, "train")
         self._epoch_loop = TrainingEpochLoop(trainer)
 
     epoch_loop = ReadOnly[TrainingEpochLoop]("_epoch_loop", "The batches of an epoch.")
@@ -349,8 +360,7 @@ class FitLoop(LoopView):
     @property
     def skip(self) -> bool:
         """Whether there is nothing to train."""
-        source = self._trainer._source("train")
-        return self.done or source is None or source.is_off()
+        return self.done or super().skip
 
     @property
     def restarting(self) -> bool:
@@ -366,15 +376,6 @@ class FitLoop(LoopView):
     def restarting(self, restarting: bool) -> None:
         self._restarting = restarting
         self._epoch_loop.restarting = restarting
-
-    def setup_data(self) -> None:
-        """Load the training data now."""
-        if (source := self._trainer._source("train")) is not None:
-            source.load()
-
-    @property
-    def _data_source(self) -> DataSource:
-        return DataSource(self._trainer._source("train"))
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:
@@ -398,22 +399,20 @@ class FitLoop(LoopView):
         return {"combined_loader": states} if states else {}
 
 
-def _written(count: ReadyCompleted, assign: Callable[[str, int], None]) -> ReadyCompleted:
-    """Return ``count`` with ``assign`` called for what a program assigns to its counters."""
-    return count.tell(assign)
+def _steps(trainer: TrainerView, *, automatic: bool) -> LoopCounts:
+    """Return the steps of the optimizers, in the run and in this epoch; none if the module optimizes otherwise."""
+    module = trainer._module
+    is_automatic = module is None or module.automatic_optimization
+    counts = (trainer.progress.global_step, _steps_of_epoch(trainer)) if automatic == is_automatic else (0, 0)
+    total, current = (ReadyCompleted(count, count) for count in counts)
 
-
-def _ignored(name: str, value: int) -> None:
-    """Ignore a counter that follows from others."""
-
-
-def _set_step(trainer: TrainerView) -> Callable[[str, int], None]:
     def assign(name: str, value: int) -> None:
         # Of automatic and manual optimization one always has no steps, and does not set those of the other to 0.
         if name == "completed" and value:
             trainer.progress.global_step = value
 
-    return assign
+    # Those of an epoch follow from others.
+    return LoopCounts(total.tell(assign), current)
 
 
 def _steps_of_epoch(trainer: TrainerView) -> int:
@@ -431,14 +430,14 @@ _IN_BATCH = frozenset({
 })  # fmt: skip
 
 
-class EvaluationLoop(LoopView):
+class EvaluationLoop(SourceLoop):
     """``trainer.validate_loop``, ``trainer.test_loop`` and ``trainer.fit_loop.epoch_loop.val_loop``."""
 
     _names = ("batch_progress",)
 
     def __init__(self, trainer: TrainerView, source: str, *, in_fit: bool = False) -> None:
-        super().__init__(trainer)
-        self._name, self._in_fit = source, in_fit
+        super().__init__(trainer, source)
+        self._in_fit = in_fit
 
     @property
     def batch_progress(self) -> LoopCounts:
@@ -462,11 +461,6 @@ class EvaluationLoop(LoopView):
             count(), count(), bool(mine and done + 1 >= sum(self.max_batches) and (done or ahead or after))
         )
 
-    def setup_data(self) -> None:
-        """Load the data now."""
-        if (source := self._trainer._source(self._name)) is not None:
-            source.load()
-
     def run(self) -> list[dict[str, float]]:
         """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
         run, source = self._trainer.current_run, self._trainer._source(self._name)
@@ -487,16 +481,6 @@ class EvaluationLoop(LoopView):
     def num_dataloaders(self) -> int:
         """Number of loaders."""
         return len(self.max_batches)
-
-    @property
-    def skip(self) -> bool:
-        """Whether there is nothing to do."""
-        source = self._trainer._source(self._name)
-        return source is None or source.is_off()
-
-    @property
-    def _data_source(self) -> DataSource:
-        return DataSource(self._trainer._source(self._name))
 
 
 class DataSource:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import unknown_word
+from hasten._lib.observers import set_until
 
 # A process group, or what a process outside of it has in its place.
 Group: TypeAlias = Any
@@ -281,7 +281,10 @@ class TorchCollective(Collective):
         """
         if self.is_initialized():
             return self
-        with _set({self.addr_key: main_address, self.port_key: main_port}):
+        with ExitStack() as undo:
+            for name, value in ((self.addr_key, main_address), (self.port_key, main_port)):
+                if value is not None and name not in os.environ:
+                    set_until(undo, os.environ, name, str(value))
             super().setup(**kwargs)
         TorchCollective.manages_default_group = True
         return self
@@ -338,18 +341,6 @@ class TorchCollective(Collective):
             what, fix = unknown_word(f"op={op!r}", op, known, f"use one of {listed}.")
             raise make_error(ValueError, what, fix=fix, argument="op")
         return native
-
-
-@contextmanager
-def _set(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set environment variables that are not set, for a while."""
-    added = {name: str(value) for name, value in variables.items() if value is not None and name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 class SingleDeviceCollective(Collective):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.names import defined_by_program, has_parameter
+from hasten.hooks import nothing
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class ProgramEngine(_Engine):
 
         def step_of_program(closure: Callable[[], Any] | None = None) -> Any:
             if closure is None and strategy.lightning_module is not None:
-                closure = _nothing
+                closure = nothing
             result = (
                 strategy.optimizer_step(optimizer) if closure is None else strategy.optimizer_step(optimizer, closure)
             )
@@ -111,7 +112,3 @@ class ProgramEngine(_Engine):
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """Return the step of the inner engine; None if the precision steps."""
         return None if self._precision_steps else self._steps.get(id(optimizer))
-
-
-def _nothing() -> None:
-    """Do nothing."""

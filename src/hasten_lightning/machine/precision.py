@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,11 +56,9 @@ class TrainerPrecisionMethods(Precision):
         """Return the loss without its graph."""
         return tensor.detach()
 
-    @contextmanager
-    def train_step_context(self) -> Iterator[None]:
-        """Enter the context in which a training step computes."""
-        with self.forward_context():
-            yield
+    def train_step_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which a training step computes."""
+        return self.forward_context()
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 

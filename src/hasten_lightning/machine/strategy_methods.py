@@ -7,8 +7,8 @@ programs that drive a strategy themselves or extend it with ``super()``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten.optim import parse
 from hasten.precision.base import Precision
 from hasten.precision.fsdp import FSDPPrecision
-from hasten.runtime import init_module
+from hasten.runtime import entered_together, init_module
 from hasten.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class FabricMethods(Methods):
         """Return a context in which tensors are made on the device and in the precision of the run."""
         if self._runtime is not None:
             return self._runtime.init_tensor()
-        return _both(self.root_device, self.precision_plugin.tensor_init_context())
+        return entered_together(self.root_device, self.precision_plugin.tensor_init_context())
 
     @property
     def precision(self) -> Precision:
@@ -376,14 +376,6 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
 
     __slots__ = ()
 
-    @property
-    def precision(self) -> Precision:
-        return self.precision_plugin
-
-    @precision.setter
-    def precision(self, precision: Precision) -> None:
-        self.precision_plugin = precision
-
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -513,11 +505,3 @@ class TrainerShardedMethods(FullyShardedMethods, TrainerFolderMethods):
     """Methods of ``FSDPStrategy`` for the Trainer."""
 
     __slots__ = ()
-
-
-@contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

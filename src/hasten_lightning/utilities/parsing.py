@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import types
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from hasten.extend import frames
-from hasten.module.hparams import AttributeDict, HyperparametersMixin
+from hasten.module.hparams import AttributeDict, HyperparametersMixin, is_picklable
 from hasten.module.module import trainer_of
-
-
-def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled."""
-    try:
-        pickle.dumps(obj)
-    except Exception:  # pickling runs the object's own code, which may fail in any way
-        return False
-    return True
 
 
 def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:

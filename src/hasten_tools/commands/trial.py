@@ -7,9 +7,11 @@ import importlib
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
+from hasten._lib.observers import set_during
 from hasten.fabric import Fabric
 from hasten.seed import seed_everything
 from hasten.trainer import Trainer
@@ -85,19 +87,11 @@ def _load_program(file: str) -> None:
     def enough(*args: Any, **kwargs: Any) -> NoReturn:
         raise _Enough
 
-    names = ("fit", "validate", "test", "predict", "advise")
-    before = {name: getattr(Trainer, name) for name in names}
     module = ModuleType("__mp_main__")
     module.__file__ = file
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     with open(file, "rb") as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
-    try:
-        for name in before:
-            setattr(Trainer, name, enough)
+    methods = dict.fromkeys(("fit", "validate", "test", "predict", "advise"), enough)
+    with set_during(Trainer, **methods), suppress(_Enough):
         exec(code, module.__dict__)
-    except _Enough:
-        pass
-    finally:
-        for name, function in before.items():
-            setattr(Trainer, name, function)

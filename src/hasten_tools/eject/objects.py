@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from hasten_tools.eject.source import CALLBACK, TRAINER, ProgramCall, Source
+from hasten_tools.eject.source import CALLBACK, TRAINER, ProgramCall, Source, assigned
 
 # Loggers that are written, and what the program may use of them.
 LOGGERS = {
@@ -51,7 +51,7 @@ class Objects:
             if (kind := self.source.kind_of(own)) is not None and kind != CALLBACK:
                 found[own.name] = kind
         for node in ast.walk(self.source.tree):
-            target, value = _assigned(node)
+            target, value = assigned(node)
             if target is not None and isinstance(value, ast.Call):
                 kind = self.source.hasten_name(value.func) or found.get(getattr(value.func, "id", ""))
                 if kind is not None:
@@ -126,9 +126,9 @@ def is_logger(name: str | None) -> bool:
     return name is not None and name.endswith("Logger")
 
 
-def is_append(statement: ast.AST, value: ast.AST | None = None) -> bool:
+def is_append(statement: ast.AST) -> bool:
     """Return whether a statement is ``callbacks.append(value)``."""
-    return isinstance(statement, ast.Expr) and _appends(statement.value, value)
+    return isinstance(statement, ast.Expr) and _appends(statement.value, None)
 
 
 def _appends(call: ast.AST | None, value: ast.AST | None) -> bool:
@@ -139,12 +139,3 @@ def _appends(call: ast.AST | None, value: ast.AST | None) -> bool:
         and len(call.args) == 1
         and (value is None or call.args[0] is value)
     )
-
-
-def _assigned(node: ast.AST) -> tuple[str | None, ast.expr | None]:
-    """Return the variable that a statement assigns, and the value; None for other statements."""
-    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id, node.value
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return node.target.id, node.value
-    return None, None

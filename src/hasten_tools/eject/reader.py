@@ -44,9 +44,6 @@ MODEL_HOOKS = frozenset(
 CALLBACK_HOOKS = MODEL_HOOKS & HOOK_NAMES - {
     "configure_model", "on_load_checkpoint", "on_save_checkpoint", "prepare_data",
 }  # fmt: skip
-DATA_METHODS = frozenset(
-    {"prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"}
-)
 OF_TRAINER = frozenset(
     {
         "accumulate_grad_batches", "callback_metrics", "callbacks", "checkpoint_callback", "checkpoint_callbacks",

@@ -160,16 +160,14 @@ class Source:
         """Write something else in place of a node."""
         self._changes.append((*self._span(node), new.encode()))
 
-    def remove_statement(self, node: ast.stmt, instead: str = "") -> None:
+    def remove_statement(self, node: ast.stmt) -> None:
         """Remove a statement with its line; the only one of a block becomes ``pass``."""
         parent = self._parents[node]
         for block in ("body", "orelse", "finalbody"):
             statements = getattr(parent, block, None)
             if isinstance(statements, list) and statements == [node] and not isinstance(parent, ast.Module):
-                instead = instead or "pass"
-        if instead:
-            self.replace(node, instead)
-            return
+                self.replace(node, "pass")
+                return
         start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno or node.lineno]
         own_start, own_end = self._span(node)
         if self._bytes[start:own_start].strip() or self._bytes[own_end:end].partition(b"#")[0].strip():
@@ -283,11 +281,17 @@ def _is_unused_local(source: Source, node: ast.Assign | ast.AnnAssign, is_used: 
     """Return whether an assignment gives a value without an effect to a local variable that nothing reads."""
     if isinstance(source.scope(node), ast.Module) or isinstance(source.parent(node), ast.ClassDef):
         return False
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    target = targets[0]
-    if len(targets) > 1 or not isinstance(target, ast.Name):
-        return False
-    return not is_used(target.id) and _does_nothing(node.value)
+    name, value = assigned(node)
+    return name is not None and not is_used(name) and _does_nothing(value)
+
+
+def assigned(node: ast.AST) -> tuple[str | None, ast.expr | None]:
+    """Return the variable that a statement assigns, and the value; None for other statements."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id, node.value
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id, node.value
+    return None, None
 
 
 def _exported(tree: ast.Module) -> set[str]:

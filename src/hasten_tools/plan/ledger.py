@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,11 +23,6 @@ CATEGORIES = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, GATHERED, EXCHANGE, BATCH,
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 # The categories of a new peak are found again when it has grown by this share.
 _GROWTH = 1.005
-
-
-def held(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has; unlike ``to_local`` this is not an operation of torch."""
-    return torch_private.local_part(tensor)
 
 
 class Spread(NamedTuple):
@@ -209,21 +203,12 @@ class Ledger(torch_private.TorchDispatchMode):
         if self.live > self._now.total:
             self._new_peak()
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Return a context in which new tensors count as ``phase``."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
-
     # -- tensors
 
     def see(self, tensor: Tensor, kind: str | None = None) -> None:
         """Count a tensor that exists already; ``kind`` is its category."""
         try:
-            storage = held(tensor).untyped_storage()
+            storage = torch_private.local_part(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # Sparse tensors and others without one storage: their parts are seen.
         key = torch_private.identity_of(storage)
@@ -264,7 +249,7 @@ class Ledger(torch_private.TorchDispatchMode):
         known: dict[int, str] = {}
         for kind, tensors in self.owners().items():
             for tensor in tensors:
-                known[torch_private.identity_of(held(tensor).untyped_storage())] = kind
+                known[torch_private.identity_of(torch_private.local_part(tensor).untyped_storage())] = kind
         found: dict[str, int] = {}
         for key, size in self._sizes.items():
             kind = known.get(key) or self._kinds[key]

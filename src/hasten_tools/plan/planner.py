@@ -135,7 +135,7 @@ def plan_variants(
         fit: calls ``trainer.fit``.
         memory: of a device, in bytes.
         budget: for changes or meshes, in seconds.
-        bandwidth: to estimate seconds with; None leaves them out, but for a search of meshes.
+        speeds: to estimate seconds with; None leaves them out, but for a search of meshes.
 
     """
     until = time.monotonic() + budget
@@ -163,14 +163,11 @@ _LATE = "the time is over (--budget)"
 
 def _planned(trainer: Trainer, asked: list[tuple[str, Order]], fit: Callable[[], None], until: float) -> list[Change]:
     """Plan changes, as many at once as there are cores, and at least one."""
-    changes: list[Change] = []
-    late: list[Change] = []
-    for line, found in _measured(trainer, asked, fit, until):
-        if isinstance(found, Measured):
-            changes.append(Change(line, found))
-        else:
-            (late if found == _LATE else changes).append(Change(line, reason=found))
-    return changes + late
+    changes = [
+        Change(line, found) if isinstance(found, Measured) else Change(line, reason=found)
+        for line, found in _measured(trainer, asked, fit, until)
+    ]
+    return sorted(changes, key=lambda change: change.reason == _LATE)
 
 
 def _search(
@@ -475,9 +472,9 @@ class Variants:
         pipeline = meshes.strategy_of(sizes, self._own).pipeline
         if pipeline is None:
             return 0.0
-        most = pipeline.schedule.micro_batches
-        parts = math.ceil(samples / math.ceil(samples / most)) if samples else most
-        return pipeline.schedule.idle_share(parts) or 0.0
+        schedule = pipeline.schedule
+        parts = math.ceil(samples / schedule.part_size(samples)) if samples else schedule.micro_batches
+        return schedule.idle_share(parts) or 0.0
 
     def line_of(self, sizes: MeshSizes) -> str:
         """Return the strategy to write for a mesh of these sizes."""

@@ -9,8 +9,8 @@ package that users install.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,11 +107,9 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-@contextmanager
-def on_real_tensors() -> Iterator[None]:
+def on_real_tensors() -> AbstractContextManager[Any]:
     """Compute as usual within the block: the program reads its data."""
-    with torch_private.without_modes():
-        yield
+    return torch_private.without_modes()
 
 
 def without_data(module: nn.Module, mode: FakeTensorMode) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.observers import set_during
 from hasten._lib.tree import leaves
 from hasten.batching.split import measure as samples_of
 from hasten.extend.origin import FOLDERS
@@ -41,7 +42,6 @@ from hasten_tools.plan.ledger import (
     TEMPORARY,
     WEIGHTS,
     Ledger,
-    held,
 )
 from hasten_tools.plan.report import Measured
 
@@ -261,15 +261,11 @@ class _PlannedFit:
         backward, ledger = engine.backward, self.ledger
 
         def watched(*args: Any, **kwargs: Any) -> None:
-            ledger.is_backward = True
             ledger.begin(BACKWARD)
-            try:
-                with ledger.during(TEMPORARY):
-                    backward(*args, **kwargs)
-            finally:
-                ledger.is_backward = False
+            with set_during(ledger, phase=TEMPORARY, is_backward=True):
+                backward(*args, **kwargs)
             ledger.begin(STEP)
-            made = sum(held(gradient).nbytes for gradient in self._gradients())
+            made = sum(torch_private.local_part(gradient).nbytes for gradient in self._gradients())
             self._gradient_bytes = max(self._gradient_bytes, made)
             # What follows is the optimizer's.
             ledger.phase = TEMPORARY if run.module.automatic_optimization else ACTIVATIONS
@@ -305,7 +301,7 @@ class _PlannedFit:
             cpu_offload=offloads,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            local_elements=sum(held(p).numel() for p in parameters if not is_absent(p)),
+            local_elements=sum(torch_private.local_part(p).numel() for p in parameters if not is_absent(p)),
             weights=_bytes(parameters),
             gradients=self._gradient_bytes,
             optimizer=_bytes(_states(run)),
@@ -313,7 +309,11 @@ class _PlannedFit:
             peak=peak.total,
             peak_parts=dict(peak.parts),
             sent={name: (one.calls, one.payload_bytes, one.ring_bytes) for name, one in self.ledger.sent.items()},
-            shards={name: tuple(held(p).shape) for name, p in module.named_parameters() if not is_absent(p)},
+            shards={
+                name: tuple(torch_private.local_part(p).shape)
+                for name, p in module.named_parameters()
+                if not is_absent(p)
+            },
             mesh=mesh,
             links={name: tuple(one.links()) for name, one in self.ledger.sent.items()},
             peaks={part: (one.total, dict(one.parts)) for part, one in self.ledger.peaks.items()},
@@ -337,7 +337,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the parts that this process has, tensors that share memory once."""
     storages = {}
     for tensor in tensors:
-        part = held(tensor)
+        part = torch_private.local_part(tensor)
         storages[torch_private.identity_of(part.untyped_storage())] = part.untyped_storage().nbytes()
     return sum(storages.values())
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_cuda
+from hasten._lib.observers import set_until
 from hasten.compile.settings import inner_model
 from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides
@@ -329,17 +330,10 @@ class Check:
                 kept.save(one)
             return called
 
-        if not overrides(module, LightningModule, "configure_callbacks"):
+        with ExitStack() as undo:
+            if overrides(module, LightningModule, "configure_callbacks"):
+                set_until(undo, vars(module), "configure_callbacks", configured)
             yield
-            return
-        own = vars(module).get("configure_callbacks")
-        module.__dict__["configure_callbacks"] = configured
-        try:
-            yield
-        finally:
-            module.__dict__.pop("configure_callbacks", None)
-            if own is not None:
-                module.__dict__["configure_callbacks"] = own
 
     def _take_error(self, name: str, error: Exception) -> None:
         """Make a row of an error; one of reading data names the sample."""

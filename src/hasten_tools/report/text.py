@@ -16,7 +16,7 @@ Flags = NDArray[np.bool_]
 BLOCK_BYTES = 2 << 20
 # Before and after the text of a block: what is read around its first and last characters.
 _PAD = 64
-_NEWLINE, _COMMA, _RETURN, _MINUS, _POINT, _E, _ZERO = b"\n,\r-.e0"
+_NEWLINE, _COMMA, _MINUS, _POINT, _E, _ZERO = b"\n,-.e0"
 
 # A number has up to this many characters: three words of 8.
 _LONGEST = 24

@@ -197,10 +197,6 @@ class Advice:
         return max(self.noise, self.waited_share) > NOISY
 
     @property
-    def _busy(self) -> str:
-        return busy_text(self.noise, self.waited_share)
-
-    @property
     def is_worth_keeping(self) -> bool:
         """Whether the next run of the program may go by it."""
         return self.is_complete and not self.is_noisy
@@ -313,8 +309,9 @@ class Advice:
     def _rest(self, width: int) -> list[str]:
         noise = f", noise {self.noise:.0%}" if self.noise and not self.is_noisy else ""
         end = _cut(f"{self.seconds:.0f} s on {self._hardware()}{noise}; all figures: --verbose", width)
+        busy = busy_text(self.noise, self.waited_share)
         if self.is_noisy and not self.lines:
-            text = f"{self._busy}, so no speed-up is known to be faster or slower."
+            text = f"{busy}, so no speed-up is known to be faster or slower."
             return [*_cut(f'{text[:1].upper()}{text[1:]} Nothing is saved for speed="auto".', width), *end]
         groups: dict[str, list[str]] = {}
         for row in self._measured_first():
@@ -334,7 +331,7 @@ class Advice:
             lines.append(_listed(title, groups[title], more, width))
         if self.is_noisy:
             lines += _cut(
-                f"This machine is busy: {self._busy}. The result is not saved "
+                f"This machine is busy: {busy}. The result is not saved "
                 'for speed="auto"; measure again when it is idle.',
                 width,
             )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hasten._lib.errors import make_error
+from hasten._lib.observers import set_during
 from hasten_tools.speed import advice as words
 from hasten_tools.speed.advice import Advice, Line, Row, composed, notes
 from hasten_tools.speed.fit_trial import Orders
@@ -448,12 +449,8 @@ class LineSearch:
             for lever in safe
             if lever not in automatic and expected_gain(lever, self._facts) > _WORTH_A_SECOND_SEARCH
         ]
-        before = self._until
-        self._until = min(before, self._clock() + allowed + self._reserve())
-        try:
+        with set_during(self, _until=min(self._until, self._clock() + allowed + self._reserve())):
             return self._climb(automatic, others, again=True)
-        finally:
-            self._until = before
 
     def _by_class(self, automatic: Levers, kept: Levers) -> list[Levers]:
         """Return the best line without consent, then the parts of the fastest by their class, the safest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from statistics import fmean, pvariance
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib import torch_private
+from hasten._lib.observers import set_until
 from hasten.batching.fields import token_dims
 from hasten.batching.split import measure, split
 from hasten.checkpoint.snapshots import SavedBuffers
+from hasten.hooks import nothing
 from hasten.seed import isolate_rng
 from hasten_tools.speed.inspect_run import generator_states, mask_of
 from hasten_tools.speed.safety import Safety
@@ -367,14 +369,10 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Restore buffers and random numbers, and log nothing."""
     buffers = SavedBuffers(module)
     buffers.save()
-    silent = [name for name in ("log", "log_dict") if hasattr(module, name)]
-    before = {name: module.__dict__[name] for name in silent if name in module.__dict__}
-    module.__dict__.update(dict.fromkeys(silent, lambda *args, **kwargs: None))
-    try:
-        with isolate_rng():
-            yield
-    finally:
-        for name in silent:
-            del module.__dict__[name]
-        module.__dict__.update(before)
-        buffers.restore(all_values=True)
+    with ExitStack() as undo:
+        undo.callback(buffers.restore, all_values=True)
+        for name in ("log", "log_dict"):
+            if hasattr(module, name):
+                set_until(undo, vars(module), name, nothing)
+        undo.enter_context(isolate_rng())
+        yield

@@ -289,8 +289,6 @@ class TrialProcess:
 
 
 class _Process(NamedTuple):
-    """The process of a trial."""
-
     pid: int
     # Waits so many seconds for its end; returns the exit code, None if it still runs.
     exit_code: Callable[[float], int | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -87,7 +87,7 @@ class ParameterShards:
         }
         # The arguments that ask for something of shards.
         self.asked = [name for name, value in given.items() if value]
-        self._recomputes: list[AbstractContextManager[Any]] = []
+        self._recomputes = ExitStack()
         self._offload_policy = _offload_policy(owner, cpu_offload)
         self.offloads = _offloads(self._offload_policy)
         self.mixed_precision: Any = _mixed_precision(owner, mixed_precision)
@@ -234,14 +234,11 @@ class ParameterShards:
         if self._recompute_policy is None:
             return
         parts = chosen(module, self._recompute_policy, self._owner, self._recompute_argument)
-        context = recomputed_blocks(parts, "full")
-        context.__enter__()
-        self._recomputes.append(context)
+        self._recomputes.enter_context(recomputed_blocks(parts, "full"))
 
     def close(self) -> None:
         """End recomputing."""
-        while self._recomputes:
-            self._recomputes.pop().__exit__(None, None, None)
+        self._recomputes.close()
 
 
 def _layout(module: nn.Module, rest: list[nn.Module], mesh: DeviceMesh) -> ShardLayout:

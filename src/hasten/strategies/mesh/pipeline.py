@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.observers import set_during
 from hasten._lib.tree import by_kind, is_sharded, leaves, map_tensors, move_to, weighed, whole
 from hasten.batching.split import join, measure, split
 from hasten.strategies.mesh.blocks import is_manual, name_of
@@ -123,8 +124,9 @@ class Pipeline:
         self.arguments: dict[str, Any] = {"schedule": schedule, "split": split, "micro_batches": micro_batches}
         stages = None if split is None else len(split) + 1
         self.schedule = Schedule(schedule, processes, stages, micro_batches, self._owner)
-        self._stages: Stages | None = None
-        self._module: nn.Module | None = None
+        # The module that is divided: no one at first.
+        self._module = nn.Module()
+        self._stages: Stages
         self._rank = 0
         # The micro-batches of the last batch of training.
         self.parts = 0
@@ -234,7 +236,6 @@ class Pipeline:
         def on_stages(batch: Any, *arguments: Any) -> Any:
             results = self._shared(compute(function, batch, arguments))
             for call in results.calls:
-                assert self._module is not None
                 part: Any = self._module.get_submodule(call.module)
                 with nullcontext() if call.weight is None else weighing(call.weight):
                     part.log(**call.arguments)
@@ -242,20 +243,13 @@ class Pipeline:
 
         return on_stages
 
-    @contextmanager
-    def weighing(self, weight: Tensor) -> Iterator[None]:
+    def weighing(self, weight: Tensor) -> AbstractContextManager[None]:
         """Note the weight of means that a step logs, for when all stages log them."""
-        self._weight = weight
-        try:
-            yield
-        finally:
-            self._weight = None
+        return set_during(self, _weight=weight)
 
     def _train(self, function: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> _Results:
         module, strategy = self._module, self._strategy
-        assert module is not None
-        assert self._stages is not None
-        parts = split(batch, math.ceil(measure(batch) / self.schedule.micro_batches))
+        parts = split(batch, self.schedule.part_size(measure(batch)))
         self._batch = _Batch(function, [(part, *arguments) for part, _ in parts], [count for _, count in parts])
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._begin(module, self._batch)
@@ -280,7 +274,6 @@ class Pipeline:
 
     def _begin(self, module: nn.Module, batch: _Batch) -> None:
         """Tell the stages of this process what the micro-batches look like."""
-        assert self._stages is not None
         flags = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
         kinds: list[Hashable] = [(_kind(part), flags) for part in batch.parts]
         is_new = not self._seen.issuperset(kinds)
@@ -416,7 +409,6 @@ class Pipeline:
 
         Only the last stage computes to the end of a step.
         """
-        assert self._module is not None
         own = vars(self._strategy)
         parts = [(name, vars(self._module.get_submodule(name))) for name in self._loggers]
 
@@ -468,7 +460,6 @@ class Pipeline:
 
     def _named_metric(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call of ``self.log``, with the name of a metric and its last value in its place."""
-        assert self._module is not None
         value = given["value"]
         if not isinstance(value, nn.Module):
             return given
@@ -484,7 +475,6 @@ class Pipeline:
         value = given["value"]
         if not isinstance(value, _Metric):
             return given
-        assert self._module is not None
         metric: Any = self._module.get_submodule(value.name)
         # What the metric has gathered stays in the last stage: the processes join it when they compute.
         metric._forward_cache = value.value
@@ -518,7 +508,6 @@ class Pipeline:
 
     def _holders(self, name: str) -> list[int]:
         """Return the processes that have a parameter or buffer, of one pipeline."""
-        assert self._stages is not None
         stages = self._stages.owners.get(name, (0,))
         return sorted({self.schedule.process_of[stage] for stage in stages})
 
@@ -564,12 +553,9 @@ class Pipeline:
         dist.recv(tensor, group=self._group, group_src=rank)
         return tensor.cpu()
 
-    @contextmanager
-    def own_only(self, module: nn.Module) -> Iterator[set[str]]:
-        """Show only the parameters that this process has; yield the names of the others."""
-        assert self._stages is not None
-        with self._stages.own_only(module):
-            yield set(self._stages.absent)
+    def own_only(self, module: nn.Module) -> AbstractContextManager[set[str]]:
+        """Return a context in which only the parameters of this process are shown; it gives the names of the others."""
+        return self._stages.own_only(module)
 
 
 class _Computed(torch.autograd.Function):

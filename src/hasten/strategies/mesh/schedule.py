@@ -6,6 +6,7 @@ Source: `PyTorch, torch.distributed.pipelining <https://docs.pytorch.org/docs/st
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -93,6 +94,10 @@ class Schedule:
     def stages_of(self, process: int) -> list[int]:
         """Return the stages of a process, in order."""
         return [stage for stage, one in enumerate(self.process_of) if one == process]
+
+    def part_size(self, samples: int) -> int:
+        """Return how many samples of a batch are in a micro-batch; the last may have fewer."""
+        return math.ceil(samples / self.micro_batches)
 
     def idle_share(self, parts: int) -> float | None:
         """Return the part of a step in which a process waits for others, if all stages take the same time.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.observers import set_during
 from hasten._lib.tree import ABSENT, is_sharded, leaves, map_tensors
 from hasten.seed import RandomGenerators
 from hasten.strategies.mesh.blocks import name_of
@@ -145,13 +146,9 @@ class Stages:
             arguments: its batch, and others.
 
         """
-        self._asks = True
-        try:
-            with torch.no_grad():
-                hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
-                return hidden
-        finally:
-            self._asks = False
+        with set_during(self, _asks=True), torch.no_grad():
+            hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
+            return hidden
 
     def check_gradients(self) -> None:
         """Raise if a stage has used a parameter that it does not have.
@@ -171,15 +168,15 @@ class Stages:
                 )
 
     @contextmanager
-    def own_only(self, module: nn.Module) -> Iterator[None]:
-        """Show only the parameters that this process has, within the context."""
+    def own_only(self, module: nn.Module) -> Iterator[set[str]]:
+        """Show only the parameters that this process has, within the context; yield the names of the others."""
         tables = [(part._parameters, dict(part._parameters)) for part in module.modules()]
         for table, before in tables:
             for key, parameter in before.items():
                 if hasattr(parameter, ABSENT):
                     del table[key]
         try:
-            yield
+            yield set(self.absent)
         finally:
             for table, before in tables:
                 table.clear()

@@ -361,7 +361,6 @@ class MeshStrategy(ParallelStrategy):
             raise make_error(TypeError, what, argument=name)
 
     def _problem_of_argument(self, name: str) -> str:
-        """Return the message for an unknown argument."""
         if name.startswith(("pipeline", "pp")):
             return "layers are divided into stages by MeshStrategy(pipeline=N)."
         if name.startswith(("context", "cp")):
@@ -711,7 +710,7 @@ class MeshStrategy(ParallelStrategy):
         if self.splits_layers:
             self.layers.apply(module, self.device_mesh, self.sizes)
         if self._shards_parameters or not (self.splits_layers or self.pipeline):
-            self.shards.apply(module, self._mesh_of_shards(), self.name)
+            self.shards.apply(module, _without(self.device_mesh, PIPELINE, TENSOR), self.name)
         else:
             self.shards.recompute(module)
         if self.sizes.tensor > 1:
@@ -764,10 +763,6 @@ class MeshStrategy(ParallelStrategy):
                         f"{name_of(module)} with {argument}={earlier[name]}.",
                         fix="Use the same sizes, or a new module and a checkpoint.",
                     )
-
-    def _mesh_of_shards(self) -> DeviceMesh:
-        """Return the part of the mesh over which parameters are sharded: (shards,) or (replicas, shards)."""
-        return _without(self.device_mesh, PIPELINE, TENSOR)
 
     # -- a step
 
