@@ -367,6 +367,14 @@ def _optimizers_changed(run: Run) -> None:
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
     """Return a wrapper of ``optimizer`` whose steps count, for manual optimization and ``optimizer_step``."""
     step, progress = run.runtime.engine.make_step(optimizer), run.progress
+    look: Callable[[], Any] | None = None
+    if not (
+        run.module.automatic_optimization or run.runtime.engine.holds_gradients or isinstance(optimizer, InBackward)
+    ):
+        from hasten.optim.manual import FirstGradients
+
+        owner = f"{type(run.module).__name__}.training_step"
+        look = FirstGradients(optimizer, owner, "self.manual_backward(loss)").after_step
 
     def finish_by_hand() -> None:
         if run.runtime.engine.unscale is not None:
@@ -374,6 +382,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         run.hooks.on_before_optimizer_step(optimizer)
 
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:
+        nonlocal look
         finish = run.window.finish_in_step if run.module.automatic_optimization else finish_by_hand
         if finish is not None and closure is None:
             finish()
@@ -383,6 +392,8 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         if not run.module.automatic_optimization:
             # Otherwise the loop counts, once optimizer_step has ended.
             progress.global_step += 1
+            if look is not None:
+                look = look()
         return result
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -361,6 +362,11 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
     """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
     if ckpt_path is None:
         return None
+    if not isinstance(ckpt_path, (str, os.PathLike)):
+        what = (
+            f"ckpt_path={reprlib.repr(ckpt_path)}: use a path, 'best', 'last' or None, not {type(ckpt_path).__name__}."
+        )
+        raise make_error(TypeError, what, argument="ckpt_path")
     text: str = os.fspath(ckpt_path)
     if text == "last":
         last = find_last(trainer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from hasten._lib.check import path as check_path
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import refuse_unknown, without_unknown
@@ -495,6 +496,7 @@ class Trainer(TrainerView):
                 "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
                 fix="Call fit, validate, test or predict first.",
             )
+        check_path("Trainer.save_checkpoint", "filepath", filepath)
         off = type(self.profiler) is PassThroughProfiler
         aside = run.observers.pace.pause() if run.observers.pace.measures else None
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
