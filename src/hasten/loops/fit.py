@@ -17,7 +17,6 @@ from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, parameters_of
 from hasten.compile.cuda_graphs import CudaGraphSteps, recorded_steps
-from hasten.data.resume.stream import nothing_read
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import sanity_check, validate_if_due
@@ -117,7 +116,6 @@ def fit(run: Run) -> None:
         while not run.limits.finished():
             train_epoch(run)
     check_steps(run)
-    schedule.check_schedulers_by_hand(run)
     _say_why_finished(run)
     run.averages.keep_averaged()
     # Hooks find the files of all saves before.
@@ -882,7 +880,7 @@ def _loader_ended_early(run: Run) -> None:
     if not (progress.batch or run.runtime.several_processes or run.conventions.mistakes_are_warnings):
         # No later epoch would have any either, and a fit that counts steps would never end.
         name = f"Trainer.fit(), epoch {progress.epoch + 1}: train_dataloader"
-        what, fix = nothing_read(run.data.train.stream.loader, name)
+        what, fix = run.data.train.why_empty(name)
         raise MisconfigurationException(what, fix=fix, argument="train_dataloaders")
     progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization

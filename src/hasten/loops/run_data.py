@@ -24,7 +24,7 @@ from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loader_parts import samplers_of
 from hasten.data.loaders import SideStream, prepare, with_seeded_workers
 from hasten.data.memory.resident import is_resident
-from hasten.data.resume.stream import CombinedStream, Stream
+from hasten.data.resume.stream import CombinedStream, Stream, nothing_read
 from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides, redefines
@@ -277,6 +277,10 @@ class StageData:
     def stream(self) -> Stream | CombinedStream:
         """The only stream, of training."""
         return self.load()[0]
+
+    def why_empty(self, name: str) -> tuple[str, str]:
+        """Return why the training data had no batch to give, and what to write instead."""
+        return nothing_read(self.stream.loader, name)
 
     def begin(self) -> None:
         """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""

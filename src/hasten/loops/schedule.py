@@ -366,11 +366,9 @@ def warn_of_second_fit(run: Run) -> None:
     )
 
 
-def check_schedulers_by_hand(run: Run) -> None:
+def warn_of_idle_schedulers(run: Run) -> None:
     """Warn of schedulers that a fit with manual optimization has never stepped."""
-    if run.module.automatic_optimization or not run.progress.epochs_done:
-        return
-    for config in run.schedulers:
+    for config in run.schedulers if run.progress.epochs_done else ():
         if getattr(config.scheduler, "last_epoch", 1) == 0:
             rank_zero_warn(
                 f"{type(run.module).__name__}: {type(config.scheduler).__name__} was never stepped, so the learning "

@@ -404,7 +404,7 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
             f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method.",
             fix="Rename what you keep there.",
         )
-    _check_runs(owner, name, arguments)
+    _check_runs(owner, name, method, arguments)
     # The number of loaders is not known yet: see check_takes_loader.
     of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
     if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
@@ -415,10 +415,10 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
         )
 
 
-def _check_runs(owner: object, name: str, arguments: tuple[str, ...]) -> None:
+def _check_runs(owner: object, name: str, method: Any, arguments: tuple[str, ...]) -> None:
     """Check that a call of a hook runs its code, and that its arguments are in the order in which they are given."""
-    code = getattr(getattr(owner, name), "__code__", None)
-    if code is None:
+    code = getattr(method, "__code__", None)
+    if code is None or (not code.co_flags & _RUNS_LATER and code.co_varnames[1 : code.co_argcount] == arguments):
         return
     hook = f"{type(owner).__name__}.{name}()"
     if code.co_flags & _RUNS_LATER and not name.endswith("_dataloader"):
@@ -455,7 +455,7 @@ def _refuse_signature(what: str, fix: str) -> None:
 
 def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
     method = getattr(module, name)
-    _check_runs(module, name, arguments)
+    _check_runs(module, name, method, arguments)
     # Evaluation steps get dataloader_idx only if there are several loaders.
     if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
         return
@@ -594,20 +594,22 @@ class FirstEpoch:
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
         trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
         known, self.known = self.known, {}
-        lost = trained.difference(module.parameters()).intersection(known.values())
+        found, own = [], set()
+        for name, part in module.named_modules():
+            own.update(part._parameters.values())
+            # Normalization layers may keep their statistics on purpose.
+            idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
+            if idle and not trained.isdisjoint(part.parameters(recurse=False)):
+                found.append(name)
+        lost = 0
+        for each in trained:
+            lost += each not in own and id(each) in known
         if lost:
             rank_zero_warn(
-                f"{type(module).__name__}: {len(lost)} parameters of the optimizers are no longer in the module: a "
+                f"{type(module).__name__}: {lost} parameters of the optimizers are no longer in the module: a "
                 "hook has replaced layers after configure_optimizers(), and the new ones are not trained.",
                 fix="Replace layers in __init__, configure_model or setup.",
             )
-        found = [
-            name
-            for name, part in module.named_modules()
-            # Normalization layers may keep their statistics on purpose.
-            if part in before and not part.training and not isinstance(part, torch_private.NormBase)
-            if not trained.isdisjoint(part.parameters(recurse=False))
-        ]
         if found:
             # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)
@@ -638,7 +640,7 @@ class FirstEpoch:
             _warn_of_broadcast_losses(run.module, self._broadcast)
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
-        stepped = run.module.automatic_optimization or run.progress.global_step or not run.optimizers
+        stepped = run.progress.global_step or run.module.automatic_optimization or not run.optimizers
         if not self._ended and not stepped and run.progress.total_batches:
             rank_zero_warn(
                 f"{type(run.module).__name__}.training_step has called step() of none of the optimizers in "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import parameters_of
@@ -21,14 +20,31 @@ class FirstGradients:
 
     """
 
-    def __init__(self, optimizer: Any, owner: str, backward: str) -> None:
+    def __init__(self, optimizer: Optimizer, owner: str, backward: str) -> None:
         self._optimizer, self._owner, self._backward = optimizer, owner, backward
-        # The first gradient after the first step, and its version: every change in place adds one.
-        self._kept: tuple[Tensor, int] | None = None
+        # A parameter, its gradient in the first step, and the version of that, to which each change in place adds one.
+        self._parameter: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._version = 0
         self._adds = False
+        self._handle: RemovableHandle | None = None
 
-    def after_step(self) -> Callable[[], None] | None:
-        """Warn if the first step has found no gradient; return what to call after the second step."""
+    def after_step(self) -> bool:
+        """Look at the first step, or warn after the second; return whether to be called after the next step."""
+        if self._parameter is None:
+            return self._after_first()
+        assert self._handle is not None
+        self._handle.remove()
+        if self._adds and self._gradient is not None and self._parameter.grad is self._gradient:
+            rank_zero_warn(
+                f"{self._owner}: nothing sets the gradients of {type(self._optimizer).__name__} to zero between its "
+                "steps, so each step uses the sum over all batches before it.",
+                PossibleUserWarning,
+                fix=f"Call optimizer.zero_grad() before {self._backward}.",
+            )
+        return False
+
+    def _after_first(self) -> bool:
         parameter = next((each for each in parameters_of(self._optimizer) if each.grad is not None), None)
         if parameter is None:
             rank_zero_warn(
@@ -37,24 +53,16 @@ class FirstGradients:
                 PossibleUserWarning,
                 fix=f"Call optimizer.zero_grad(), then {self._backward}, then optimizer.step().",
             )
-            return None
-        self._kept = parameter.grad, parameter.grad._version
-        handle = parameter.register_post_accumulate_grad_hook(self._added)
-
-        def after_second_step() -> None:
-            handle.remove()
-            if self._adds and self._kept is not None and parameter.grad is self._kept[0]:
-                rank_zero_warn(
-                    f"{self._owner}: nothing sets the gradients of {type(self._optimizer).__name__} to zero between "
-                    "its steps, so each step uses the sum over all batches before it.",
-                    PossibleUserWarning,
-                    fix=f"Call optimizer.zero_grad() before {self._backward}.",
-                )
-
-        return after_second_step
+            return False
+        gradient = parameter.grad
+        assert gradient is not None
+        self._parameter, self._gradient, self._version = parameter, gradient, gradient._version
+        self._handle = parameter.register_post_accumulate_grad_hook(self._added)
+        return True
 
     def _added(self, parameter: Tensor) -> None:
-        if self._kept is not None:
-            gradient, version = self._kept
-            same = parameter.grad is gradient and gradient._version == version + 1
-            self._kept, self._adds = (gradient, version + 1) if same else None, True
+        self._adds, self._version = True, self._version + 1
+        gradient = self._gradient
+        if gradient is None or parameter.grad is not gradient or gradient._version != self._version:
+            # Another gradient, or one that was set to zero in between.
+            self._gradient = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import signal as signals
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from hasten._lib.check import path as check_path
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import refuse_unknown, without_unknown
@@ -496,7 +496,9 @@ class Trainer(TrainerView):
                 "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
                 fix="Call fit, validate, test or predict first.",
             )
-        check_path("Trainer.save_checkpoint", "filepath", filepath)
+        if not isinstance(filepath, (str, os.PathLike)):
+            what = f"Trainer.save_checkpoint(filepath={filepath!r}): use a path, not {type(filepath).__name__}."
+            raise make_error(TypeError, what, argument="filepath")
         off = type(self.profiler) is PassThroughProfiler
         aside = run.observers.pace.pause() if run.observers.pace.measures else None
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
