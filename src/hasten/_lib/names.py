@@ -263,7 +263,14 @@ def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, N
             if not known.issuperset(given):
                 unknown = {name: value for name, value in given.items() if name not in known}
                 refuse_unknown(unknown, init, owner)
-            init(*args, **given)
+            try:
+                init(*args, **given)
+            except AttributeError as error:
+                # Of a callback, for instance, whose __init__ does not call that of its base.
+                from hasten._lib.explain import explain
+
+                explain(error)
+                raise
 
         return checked
 
