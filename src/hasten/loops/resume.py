@@ -362,10 +362,9 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
     """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
     if ckpt_path is None:
         return None
-    if not isinstance(ckpt_path, (str, os.PathLike)):
-        what = (
-            f"ckpt_path={reprlib.repr(ckpt_path)}: use a path, 'best', 'last' or None, not {type(ckpt_path).__name__}."
-        )
+    given: Any = ckpt_path
+    if not isinstance(given, (str, os.PathLike)):
+        what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
         raise make_error(TypeError, what, argument="ckpt_path")
     text: str = os.fspath(ckpt_path)
     if text == "last":

@@ -496,8 +496,9 @@ class Trainer(TrainerView):
                 "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
                 fix="Call fit, validate, test or predict first.",
             )
-        if not isinstance(filepath, (str, os.PathLike)):
-            what = f"Trainer.save_checkpoint(filepath={filepath!r}): use a path, not {type(filepath).__name__}."
+        given: Any = filepath
+        if not isinstance(given, (str, os.PathLike)):
+            what = f"Trainer.save_checkpoint(filepath={given!r}): use a path, not {type(given).__name__}."
             raise make_error(TypeError, what, argument="filepath")
         off = type(self.profiler) is PassThroughProfiler
         aside = run.observers.pace.pause() if run.observers.pace.measures else None
