@@ -278,9 +278,12 @@ class StageData:
         """The only stream, of training."""
         return self.load()[0]
 
-    def why_empty(self, name: str) -> tuple[str, str]:
-        """Return why the training data had no batch to give, and what to write instead."""
-        return nothing_read(self.stream.loader, name)
+    def refuse_empty(self, name: str, *, others_may_have: bool) -> None:
+        """Raise for training data that had no batch to give; that of other processes may have some in another epoch."""
+        loader = self.stream.loader
+        if not others_may_have or isinstance(loader, Iterator):
+            what, fix = nothing_read(loader, name)
+            raise MisconfigurationException(what, fix=fix, argument="train_dataloaders")
 
     def begin(self) -> None:
         """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""
