@@ -44,6 +44,12 @@ def test_a_generator_trains_one_epoch_and_is_refused_in_the_next() -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.world_size(2)
+def test_so_it_is_on_several_processes() -> None:
+    with refused(ValueError, "train_dataloaders", fix="DataLoader", says=("epoch 2", "generator")):
+        quiet(devices=2, strategy="ddp", max_epochs=-1, max_steps=20).fit(Classifier(), batches())
+
+
 def test_a_dataset_that_does_not_begin_anew_is_named() -> None:
     with refused(ValueError, "train_dataloaders", fix="ReadOnce.__iter__()", says="epoch 2"):
         quiet(max_epochs=3).fit(Classifier(), DataLoader(ReadOnce(), batch_size=None))

@@ -263,14 +263,7 @@ def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, N
             if not known.issuperset(given):
                 unknown = {name: value for name, value in given.items() if name not in known}
                 refuse_unknown(unknown, init, owner)
-            try:
-                init(*args, **given)
-            except AttributeError as error:
-                # Of a callback, for instance, whose __init__ does not call that of its base.
-                from hasten._lib.explain import explain
-
-                explain(error)
-                raise
+            init(*args, **given)
 
         return checked
 
