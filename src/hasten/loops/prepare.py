@@ -409,7 +409,7 @@ def _first_gradients(run: Run, optimizer: Any) -> FirstGradients | None:
         return None
     from hasten.optim.manual import FirstGradients
 
-    return FirstGradients(optimizer, f"{type(run.module).__name__}.training_step", "self.manual_backward(loss)")
+    return FirstGradients(optimizer, f"{type(run.module).__name__}.training_step")
 
 
 def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:

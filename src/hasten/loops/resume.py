@@ -317,7 +317,9 @@ def _named(source: str) -> Iterator[None]:
         raise make_error(ValueError, what, fix="Use an earlier checkpoint.") from error
     except (ValueError, RuntimeError) as error:
         if source not in str(error):
-            add_note(error, f"{source} was being restored: {why}.")
+            # An error that says what to do knows better.
+            known = getattr(error, "fix", "")
+            add_note(error, f"{source} was being restored." if known else f"{source} was being restored: {why}.")
         raise
 
 

@@ -16,12 +16,11 @@ class FirstGradients:
     Args:
         optimizer: the optimizer.
         owner: the class whose code steps it, for messages.
-        backward: the call that computes the gradients, for messages.
 
     """
 
-    def __init__(self, optimizer: Optimizer, owner: str, backward: str) -> None:
-        self._optimizer, self._owner, self._backward = optimizer, owner, backward
+    def __init__(self, optimizer: Optimizer, owner: str) -> None:
+        self._optimizer, self._owner = optimizer, owner
         # A parameter, its gradient in the first step, and the version of that, to which each change in place adds one.
         self._parameter: Tensor | None = None
         self._gradient: Tensor | None = None
@@ -40,7 +39,7 @@ class FirstGradients:
                 f"{self._owner}: nothing sets the gradients of {type(self._optimizer).__name__} to zero between its "
                 "steps, so each step uses the sum over all batches before it.",
                 PossibleUserWarning,
-                fix=f"Call optimizer.zero_grad() before {self._backward}.",
+                fix="Call optimizer.zero_grad() before self.manual_backward(loss).",
             )
         return False
 
@@ -51,7 +50,7 @@ class FirstGradients:
                 f"{self._owner}: the first {type(self._optimizer).__name__}.step() found no gradients, so it changed "
                 "nothing.",
                 PossibleUserWarning,
-                fix=f"Call optimizer.zero_grad(), then {self._backward}, then optimizer.step().",
+                fix="Call optimizer.zero_grad(), then self.manual_backward(loss), then optimizer.step().",
             )
             return False
         gradient = parameter.grad
