@@ -14,6 +14,7 @@ from typing import Any, cast
 from hasten._lib import check
 from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
+from hasten._lib.explain import explain
 from hasten._lib.files import require_folder
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -191,7 +192,13 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
             raise MisconfigurationException(
                 f"{owner}({name}=[...]): the same {kind} object is given twice.", argument=name
             )
-        other = by_key.setdefault(callback.state_key, callback)
+        try:
+            key = callback.state_key
+        except AttributeError as error:
+            # Its __init__ may not call that of its base.
+            explain(error)
+            raise
+        other = by_key.setdefault(key, callback)
         clashes = other is not callback and type(callback).state_dict is not Callback.state_dict
         if clashes and isinstance(callback, Numbered):
             while callback.state_key in by_key:

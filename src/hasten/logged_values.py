@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.errors import MisconfigurationException, WrongType, make_error
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host, weighed
 from hasten.checkpoint.metrics import Gathered
@@ -171,6 +171,13 @@ class LoggedValues:
         context = self.context
         logged = context.values.get(name)
         if logged is None or logged.options != options:
+            if isinstance(batch_size, Tensor) and batch_size.numel() != 1:
+                raise make_error(
+                    ValueError,
+                    f"self.log({name!r}, batch_size=...): a tensor of shape {tuple(batch_size.shape)}.",
+                    fix="Give the number of samples: batch_size=len(x).",
+                    argument="batch_size",
+                )
             logged = self._resolve_options(context, name, value, LogOptions(*options))
         logged.add(value, batch_size)
         return logged

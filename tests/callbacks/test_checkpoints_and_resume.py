@@ -242,6 +242,7 @@ def test_fit_can_be_called_again(tmp_path: Path) -> None:
     trainer = quiet(callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=0)
     module = Scripted()
     trainer.fit(module, BATCHES)
+    trainer.fit_loop.max_epochs += 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit(module, BATCHES)

@@ -241,20 +241,25 @@ def test_a_timeout_that_cannot_be_is_refused_when_it_is_given() -> None:
         DDPStrategy(timeout=timedelta(seconds=-1))
 
 
-UNKNOWN_BACKEND = """
+OF_BACKEND = """
 import hasten as L
 from hasten.strategies import DDPStrategy
 
-L.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloooo")).launch(print)
+L.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend={backend!r})).launch(print)
 """
+# A build for CPUs knows the name of NCCL, and has none.
+BACKENDS = {"gloooo": "Did you mean 'gloo'?"}
+if not torch.distributed.is_nccl_available():
+    BACKENDS["nccl"] = "use 'gloo'"
 
 
-def test_a_backend_that_torch_does_not_have_is_refused_when_the_group_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_that_torch_does_not_have_is_refused_when_the_group_is_made(backend: str, tmp_path: Path) -> None:
     # A program may register its own backend until then.
-    (tmp_path / "program.py").write_text(UNKNOWN_BACKEND)
+    (tmp_path / "program.py").write_text(OF_BACKEND.format(backend=backend))
     process = Forked((tmp_path / "program.py",), cwd=tmp_path)
     text = process.communicate(timeout=SECONDS)[0]
     assert process.returncode != 0
-    assert "DDPStrategy(process_group_backend='gloooo')" in text
-    assert "Did you mean 'gloo'?" in text
+    assert f"DDPStrategy(process_group_backend={backend!r})" in text
+    assert BACKENDS[backend] in text
     DDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")

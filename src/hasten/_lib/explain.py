@@ -365,6 +365,13 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     if not isinstance(name, str):
         return ""
     if not isinstance(owner, nn.Module):
+        own_init = vars(type(owner)).get("__init__")
+        if (
+            own_init is not None
+            and any(map(is_builtin, type(owner).__mro__[1:]))
+            and "__init__" not in names_in(own_init)
+        ):
+            return _without_init(type(owner))
         return _of_datamodule(owner, name)
     if "_modules" not in vars(owner):
         return _without_init(type(owner))
@@ -375,6 +382,23 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     if name.startswith("_") or package_of(kind) in {"torch", *ROOTS}:
         return ""
     return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."
+
+
+def _hidden_method(found: re.Match[str], place: _Place) -> str:
+    """Return which attribute of a module has taken the place of a method; "" if none has."""
+    owner = place.frames[-1].f_locals.get("self") if place.frames else None
+    for name in re.findall(r"\bself\.(\w+)\(", place.line()):
+        value = getattr(owner, "__dict__", {}).get(name)
+        if value is not None and not callable(value) and hasattr(type(owner), name):
+            return f"self.{name} is a {found[1]} that hides the method {name}(): give it another name."
+    return ""
+
+
+def _of_property(found: re.Match[str], _: _Place) -> str:
+    name = found[1]
+    if name == "hparams":
+        return "Write self.save_hyperparameters(values): self.hparams has them then."
+    return f"The Trainer keeps self.{name}, and a module only reads it: give yours another name."
 
 
 # What ends the graph of a loss; the second are values of a log, which may be detached.
@@ -594,8 +618,14 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"", (KeyError,), _by_index),
     (r"unhashable type: 'slice'", (TypeError, KeyError), _by_index),
     (r"values to unpack \(expected (\d+)", (ValueError,), _unpack),
+    (r"cannot unpack non-iterable (\w*Optimizer) object", (TypeError,),
+     "self.optimizers() returns the optimizer itself where there is one: optimizer = self.optimizers()."),
     (r"cannot unpack non-iterable (\w+) object", (TypeError,),
-     lambda m, _: f"Give a tuple there: the line unpacks a {m[1]}."),
+     lambda m, _: f"Give a tuple there: what the line unpacks is of type {m[1]}."),
+    (r"\blog\(\) missing 1 required positional argument: 'value'", (TypeError,),
+     "Write self.log(name, value), or self.log_dict(values) for a dict."),
+    (r"'(\w+)' object is not callable", (TypeError,), _hidden_method),
+    (r"property '(\w+)' of '.*' object has no setter", (AttributeError,), _of_property),
     (r"'str' object has no attribute", (AttributeError,), _string),
     (r"argument '\w+' \(position \d\) must be Tensor, not (\w+)", (TypeError,), _no_tensor),
     (r"'(?:tuple|list)' object has no attribute '(?:shape|size|float|to|view|dim|device|mean|flatten|dtype)'",
@@ -615,6 +645,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"does not require grad", _ANY,
      "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
      "torch.no_grad(), torch.tensor(loss), .argmax() or ==, or every parameter is frozen."),
+    (r"optimizer got an empty parameter list", (ValueError,),
+     "Make the layers in __init__ or configure_model, as attributes or in an nn.ModuleList, not in a list."),
     (r"implicitly created only for scalar", _ANY,
      "The loss has more than one element. Return its mean: `return loss.mean()`."),
     (r"a second time", _ANY, _MEMORY_OF_LAST),

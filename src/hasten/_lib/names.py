@@ -160,6 +160,7 @@ _OF_BOTH = {
     "nb_gpu_nodes": "=num_nodes",
     "fused": "=fused_optimizer",
 }
+_RATE = "Write torch.optim.AdamW(self.parameters(), lr={value!r}) in configure_optimizers of the module."
 # ... and these from the Trainer, or other libraries have them.
 _OF_TRAINER = {
     "amp": _HALF,
@@ -169,6 +170,13 @@ _OF_TRAINER = {
     "bf16": "Write Trainer(precision='bf16-mixed').",
     "checkpoint_callback": "Write Trainer(enable_checkpointing=...), or give the callback in Trainer(callbacks=[...]).",
     "default_save_path": "=default_root_dir",
+    "epochs": "=max_epochs",
+    "learning_rate": _RATE,
+    "lr": _RATE,
+    "model": "Write trainer.fit(model, train_dataloaders).",
+    "n_epochs": "=max_epochs",
+    "num_epochs": "=max_epochs",
+    "steps": "=max_steps",
     "early_stop_callback": "Write Trainer(callbacks=[hasten.callbacks.EarlyStopping(monitor='val_loss')]).",
     "enable_pl_optimizer": _LEAVE,
     "flush_logs_every_n_steps": _FLUSH_LOGS,

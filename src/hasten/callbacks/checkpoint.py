@@ -206,6 +206,11 @@ class ModelCheckpoint(Checkpoint):
             warn_of_mode(owner, monitor, mode)
         if filename is not None:
             checkpoint_files.check_template("ModelCheckpoint", filename)
+            if filename.endswith(self.FILE_EXTENSION):
+                rank_zero_warn(
+                    f"ModelCheckpoint(filename={filename!r}): the files end in {self.FILE_EXTENSION * 2}.",
+                    fix=f"Leave {self.FILE_EXTENSION} out: it is added to every name.",
+                )
         check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)
         allowed = "how many to keep, -1 for all, 0 for none"
         check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)

@@ -674,7 +674,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
         file = open(local, "rb")  # noqa: SIM115  (closed below; only opening it is explained)
     except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, not_found(local), str(local)) from None
+        raise FileNotFoundError(errno.ENOENT, not_found(local).rstrip("."), str(local)) from None
     except IsADirectoryError:
         raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.", fix=_newest_in(local)) from None
     with file:

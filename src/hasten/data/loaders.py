@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import reprlib
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, TypeVar, cast
 
 import torch
@@ -155,6 +155,13 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
 
 
 def _check_iterable(loader: Any, name: str) -> None:
+    is_table = hasattr(loader, "iloc")
+    if is_table or isinstance(loader, Mapping):
+        raise WrongType(
+            f"{name} is a {type(loader).__name__}, and iterating over it gives its "
+            f"{'columns' if is_table else 'keys'}, not batches.",
+            fix="Give DataLoader(TensorDataset(x, y), batch_size=...), or a dict whose values are loaders.",
+        )
     is_dataset = isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__"))
     can_be_read = hasattr(loader, "__iter__") or (hasattr(loader, "__getitem__") and not is_dataset)
     if isinstance(loader, (str, bytes, type)) or not can_be_read:

@@ -88,6 +88,8 @@ def fit(run: Run) -> None:
         return
     if run.limits.finished():
         _say_why_finished(run)
+        if run.progress.total_batches and run.resume.from_batch < 0:
+            schedule.warn_of_second_fit(run)
         return
     if run.arguments.max_epochs_assumed:
         rank_zero_warn(
@@ -875,6 +877,10 @@ def _skip_rest_of_epoch(epoch: EpochSettings) -> None:
 def _loader_ended_early(run: Run) -> None:
     """Complete an epoch whose loader ended before its length said."""
     progress = run.progress
+    if not (progress.batch or run.conventions.mistakes_are_warnings):
+        # No later epoch would have any either, and a fit that counts steps would never end.
+        name = f"Trainer.fit(), epoch {progress.epoch + 1}: train_dataloader"
+        run.data.train.refuse_empty(name, others_may_have=run.runtime.several_processes)
     progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization
     if completes and run.optimizers:

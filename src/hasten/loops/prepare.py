@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ from hasten.compile.cuda_graphs import marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
-from hasten.extend.origin import names_in
+from hasten.extend.origin import comes_from, names_in
 from hasten.hooks import nothing, overrides, redefines
 from hasten.loggers.base import Logger
 from hasten.loops import micro_batches
@@ -53,6 +53,9 @@ from hasten.optim.configure import warn_of_none
 from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
+
+if TYPE_CHECKING:
+    from hasten.optim.manual import FirstGradients
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
 Read = Callable[[], tuple[dict[str, Any] | None, str | None]]
@@ -367,6 +370,8 @@ def _optimizers_changed(run: Run) -> None:
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
     """Return a wrapper of ``optimizer`` whose steps count, for manual optimization and ``optimizer_step``."""
     step, progress = run.runtime.engine.make_step(optimizer), run.progress
+    look: FirstGradients | None = None
+    looked = False
 
     def finish_by_hand() -> None:
         if run.runtime.engine.unscale is not None:
@@ -374,6 +379,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         run.hooks.on_before_optimizer_step(optimizer)
 
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:
+        nonlocal look, looked
         finish = run.window.finish_in_step if run.module.automatic_optimization else finish_by_hand
         if finish is not None and closure is None:
             finish()
@@ -383,6 +389,9 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         if not run.module.automatic_optimization:
             # Otherwise the loop counts, once optimizer_step has ended.
             progress.global_step += 1
+            if not looked:
+                look = look or _first_gradients(run, optimizer)
+                looked = look is None or not look.after_step()
         return result
 
     @contextmanager
@@ -392,6 +401,15 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
             yield
 
     return HastenOptimizer(optimizer, counted_step, toggled)
+
+
+def _first_gradients(run: Run, optimizer: Any) -> FirstGradients | None:
+    """Return what looks at the gradients of the first steps; None where they are in places of their own."""
+    if isinstance(optimizer, InBackward) or not comes_from(type(run.runtime.engine), "hasten.strategies"):
+        return None
+    from hasten.optim.manual import FirstGradients
+
+    return FirstGradients(optimizer, f"{type(run.module).__name__}.training_step")
 
 
 def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ from hasten._lib.device import synchronize
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.extend.origin import comes_from, module_of
-from hasten.loops.schedule import Stopped
+from hasten.loops.schedule import Stopped, warn_of_idle_schedulers
 from hasten.machine import agreement, same_program, watchdog
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def check_steps(run: Run) -> None:
     # Steps that hasten takes itself happen on all processes.
     if run.module.automatic_optimization:
         return
+    warn_of_idle_schedulers(run)
     steps = float(run.progress.global_step)
     fewest, minus_most = run.runtime.all_reduce(torch.tensor([steps, -steps], dtype=torch.float64), op="min").tolist()
     if fewest != -minus_most:

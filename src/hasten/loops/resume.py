@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -316,7 +317,9 @@ def _named(source: str) -> Iterator[None]:
         raise make_error(ValueError, what, fix="Use an earlier checkpoint.") from error
     except (ValueError, RuntimeError) as error:
         if source not in str(error):
-            add_note(error, f"{source} was being restored: {why}.")
+            # An error that says what to do knows better.
+            known = getattr(error, "fix", "")
+            add_note(error, f"{source} was being restored." if known else f"{source} was being restored: {why}.")
         raise
 
 
@@ -361,6 +364,10 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
     """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
     if ckpt_path is None:
         return None
+    given: Any = ckpt_path
+    if not isinstance(given, (str, os.PathLike)):
+        what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
+        raise make_error(TypeError, what, argument="ckpt_path")
     text: str = os.fspath(ckpt_path)
     if text == "last":
         last = find_last(trainer)

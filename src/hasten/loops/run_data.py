@@ -24,7 +24,7 @@ from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loader_parts import samplers_of
 from hasten.data.loaders import SideStream, prepare, with_seeded_workers
 from hasten.data.memory.resident import is_resident
-from hasten.data.resume.stream import CombinedStream, Stream
+from hasten.data.resume.stream import CombinedStream, Stream, nothing_read
 from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides, redefines
@@ -277,6 +277,13 @@ class StageData:
     def stream(self) -> Stream | CombinedStream:
         """The only stream, of training."""
         return self.load()[0]
+
+    def refuse_empty(self, name: str, *, others_may_have: bool) -> None:
+        """Raise for training data that had no batch to give; that of other processes may have some in another epoch."""
+        loader = self.stream.loader
+        if not others_may_have or isinstance(loader, Iterator):
+            what, fix = nothing_read(loader, name)
+            raise MisconfigurationException(what, fix=fix, argument="train_dataloaders")
 
     def begin(self) -> None:
         """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""

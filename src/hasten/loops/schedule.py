@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException, add_note
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn
 from hasten.machine.signals import LeaveRun
 from hasten.optim import LRSchedulerConfig
 
@@ -352,3 +352,27 @@ class Limits:
 
 def _limit(value: int | None) -> float:
     return math.inf if value is None or value < 0 else value
+
+
+def warn_of_second_fit(run: Run) -> None:
+    """Warn of a call of fit that trains nothing, because an earlier one has reached the limit."""
+    by_steps = run.progress.global_step >= run.limits.max_steps
+    name = "max_steps" if by_steps else "max_epochs"
+    done = run.progress.global_step if by_steps else run.progress.epochs_done
+    rank_zero_warn(
+        f"Trainer.fit(): {type(run.module).__name__} is not trained: an earlier fit of this Trainer has reached "
+        f"{name}={done}, and the counters go on.",
+        fix=f"Make a new Trainer for another model, or write trainer.fit_loop.{name} = {done + 1} or more to train on.",
+    )
+
+
+def warn_of_idle_schedulers(run: Run) -> None:
+    """Warn of schedulers that a fit with manual optimization has never stepped."""
+    for config in run.schedulers if run.progress.epochs_done else ():
+        if getattr(config.scheduler, "last_epoch", 1) == 0:
+            rank_zero_warn(
+                f"{type(run.module).__name__}: {type(config.scheduler).__name__} was never stepped, so the learning "
+                "rate stayed the same: with manual optimization the Trainer steps no scheduler.",
+                PossibleUserWarning,
+                fix="Call self.lr_schedulers().step() in training_step, or in on_train_epoch_end.",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -98,6 +99,8 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
             hint = f" The module comes first: Trainer.{call}(module, ...)."
         elif isinstance(module, nn.Module):
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
+        elif isinstance(module, (str, os.PathLike)):
+            hint = " Load it first: model = Net.load_from_checkpoint(path)."
         elif is_of_pipeline(module):
             hint = f" {PIPELINE_IN_FABRIC}."
         what = f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}."
@@ -215,6 +218,7 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
     """Check that the optimizers train parameters of the module."""
     module, owner = run.module, type(run.module).__name__
     own = {id(parameter): parameter for parameter in module.parameters()}
+    run.observers.first_epoch.known = own
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
         outside = [parameter for parameter in parameters if id(parameter) not in own]
@@ -400,6 +404,7 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
             f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method.",
             fix="Rename what you keep there.",
         )
+    _check_runs(owner, name, method, arguments)
     # The number of loaders is not known yet: see check_takes_loader.
     of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
     if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
@@ -408,6 +413,29 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
             f"({', '.join(arguments)}).",
             f"Write: def {name}({', '.join(('self', *arguments))}).",
         )
+
+
+def _check_runs(owner: object, name: str, method: Any, arguments: tuple[str, ...]) -> None:
+    """Check that a call of a hook runs its code, and that its arguments are in the order in which they are given."""
+    code = getattr(method, "__code__", None)
+    if code is None or (not code.co_flags & _RUNS_LATER and code.co_varnames[1 : code.co_argcount] == arguments):
+        return
+    hook = f"{type(owner).__name__}.{name}()"
+    if code.co_flags & _RUNS_LATER and not name.endswith("_dataloader"):
+        word = "yield" if code.co_flags & inspect.CO_GENERATOR else "async"
+        _refuse_signature(
+            f"{hook} has `{word}`, so a call does not run it.", f"Write {name} as a function without `{word}`."
+        )
+    taken = [each for each in code.co_varnames[: code.co_argcount] if each in arguments and each not in _BY_NAME]
+    given = [each for each in arguments if each in taken]
+    if taken != given:
+        _refuse_signature(
+            f"{hook} takes ({', '.join(taken)}), and is given ({', '.join(given)}) in this order.",
+            f"Write: def {name}({', '.join(('self', *arguments))}).",
+        )
+
+
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _accepts_stage(method: Any, arguments: tuple[str, ...]) -> bool:
@@ -427,6 +455,7 @@ def _refuse_signature(what: str, fix: str) -> None:
 
 def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
     method = getattr(module, name)
+    _check_runs(module, name, method, arguments)
     # Evaluation steps get dataloader_idx only if there are several loaders.
     if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
         return
@@ -537,6 +566,8 @@ class FirstEpoch:
         self._begun = self._ended = self._resumed = False
         self._in_eval_mode: set[nn.Module] = set()
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
+        # The parameters of the module when its optimizers were made, by id.
+        self.known: Mapping[int, Any] = {}
 
     def before_start(self, run: Run) -> None:
         """Record the parts in eval mode before training; parts that hooks or their own train() switch are intended."""
@@ -562,13 +593,23 @@ class FirstEpoch:
             self._warn_of_interval(run)
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
         trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
-        found = [
-            name
-            for name, part in module.named_modules()
+        known, self.known = self.known, {}
+        found, own = [], set()
+        for name, part in module.named_modules():
+            own.update(part._parameters.values())
             # Normalization layers may keep their statistics on purpose.
-            if part in before and not part.training and not isinstance(part, torch_private.NormBase)
-            if not trained.isdisjoint(part.parameters(recurse=False))
-        ]
+            idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
+            if idle and not trained.isdisjoint(part.parameters(recurse=False)):
+                found.append(name)
+        lost = 0
+        for each in trained:
+            lost += each not in own and id(each) in known
+        if lost:
+            rank_zero_warn(
+                f"{type(module).__name__}: {lost} parameters of the optimizers are no longer in the module: a "
+                "hook has replaced layers after configure_optimizers(), and the new ones are not trained.",
+                fix="Replace layers in __init__, configure_model or setup.",
+            )
         if found:
             # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)
@@ -599,6 +640,14 @@ class FirstEpoch:
             _warn_of_broadcast_losses(run.module, self._broadcast)
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
+        stepped = run.progress.global_step or run.module.automatic_optimization or not run.optimizers
+        if not self._ended and not stepped and run.progress.total_batches:
+            rank_zero_warn(
+                f"{type(run.module).__name__}.training_step has called step() of none of the optimizers in "
+                f"{run.progress.total_batches} batches: nothing is trained, and global_step stays 0.",
+                PossibleUserWarning,
+                fix="With manual optimization, call self.optimizers().step() after self.manual_backward(loss).",
+            )
         silent = self._ended or self._resumed or run.arguments.fast_dev_run or not run.logged.loggers
         self._ended = True
         names = [] if silent or not 0 < steps < every else run.logged.logged_on_steps()

@@ -176,7 +176,8 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
         unknown = [arg for arg in args if arg not in given]
         if unknown:
             raise ValueError(
-                f"save_hyperparameters{args!r}: {unknown} not among the arguments of {owner}.__init__: {sorted(given)}."
+                f"save_hyperparameters({', '.join(map(repr, args))}): {unknown} not among the arguments of "
+                f"{owner}.__init__: {sorted(given)}."
             )
         # The last two make a config readable again.
         names = (*args, CLASS_PATH, INSTANTIATOR)

@@ -393,5 +393,6 @@ def _describe(thing: Any) -> str:
     if isinstance(thing, (list, tuple)):
         return f"a {type(thing).__name__} of " + ", ".join(type(item).__name__ for item in thing)
     if isinstance(thing, type):
-        return f"the class {thing.__name__}, not an object of it (write {thing.__name__}(self.parameters(), ...))"
+        given = "optimizer" if hasattr(thing, "get_last_lr") else "self.parameters()"
+        return f"the class {thing.__name__}, not an object of it (write {thing.__name__}({given}, ...))"
     return f"a {type(thing).__name__}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from hasten import elsewhere
 from hasten._lib import check, torch_private
-from hasten._lib.errors import absent
+from hasten._lib.errors import absent, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_only
@@ -75,6 +75,13 @@ def _check_backend(owner: str, given: str) -> None:
                 given,
                 f"one of {', '.join(map(repr, known))}, or import the package that registers it first",
                 hint=did_you_mean(name, known),
+            )
+        if name.lower() == "nccl" and not torch.distributed.is_nccl_available():
+            raise make_error(
+                ValueError,
+                f"{owner}(process_group_backend={given!r}): torch {torch.__version__} has no NCCL.",
+                fix="Leave process_group_backend out, or use 'gloo'.",
+                argument="process_group_backend",
             )
 
 

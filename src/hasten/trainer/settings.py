@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from hasten import arguments as table
 from hasten._lib.durations import Period
+from hasten._lib.errors import make_error
 from hasten.types import Duration
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Setting(Generic[T]):
 
     def __set__(self, instance: Any, value: Any) -> None:
         if not self._settable:
-            raise AttributeError(f"{type(instance).__name__}.{self._name} cannot be assigned.")
+            what = f"{type(instance).__name__}.{self._name} cannot be assigned."
+            raise make_error(AttributeError, what, fix=f"Give it to Trainer({self._name}=...).")
         instance._change(self._name, value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import signal as signals
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -495,6 +496,10 @@ class Trainer(TrainerView):
                 "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
                 fix="Call fit, validate, test or predict first.",
             )
+        given: Any = filepath
+        if not isinstance(given, (str, os.PathLike)):
+            what = f"Trainer.save_checkpoint(filepath={given!r}): use a path, not {type(given).__name__}."
+            raise make_error(TypeError, what, argument="filepath")
         off = type(self.profiler) is PassThroughProfiler
         aside = run.observers.pace.pause() if run.observers.pace.measures else None
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):

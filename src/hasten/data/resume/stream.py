@@ -19,10 +19,10 @@ from torch.utils.data import (
 )
 
 from hasten._lib.errors import make_error
-from hasten._lib.rank_zero import warn_once
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
-from hasten.data.divided import able_to_go_on
+from hasten.data.divided import able_to_go_on, users_dataset
 from hasten.data.loader_parts import (
     ShardSampler,
     epoch_setters,
@@ -43,6 +43,17 @@ from hasten.machine.signals import LeaveRun
 from hasten.seed import collect_rng_state, generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
+
+
+def nothing_read(loader: Iterable[Any], name: str) -> tuple[str, str]:
+    """Return what is wrong with a loader that had no batch to give, and what to write instead."""
+    kind = type(users_dataset(loader) if isinstance(loader, DataLoader) else loader).__name__
+    if isinstance(loader, Iterator):
+        return (
+            f"{name} gave no batches: it is a {kind}, which can be read once and is at its end.",
+            "Give a DataLoader, a list of batches, or an object whose __iter__() begins anew.",
+        )
+    return f"{name} gave no batches: the {kind} ended at once.", f"Let {kind}.__iter__() begin anew at each call."
 
 
 class Stream:
@@ -223,6 +234,9 @@ class Stream:
         before = collect_rng_state(cuda=False)
         batch = next(iterator, _END)
         self._draws = collect_rng_state(cuda=False) != before
+        if batch is _END and not self._replays:
+            what, fix = nothing_read(self.loader, self.name)
+            rank_zero_warn(what, fix=fix)
         return batch
 
     def _may_end_at(self, length: int | None) -> int:

@@ -1,0 +1,315 @@
+"""Mistakes that would train nothing, or something else than the program says, are refused or warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import hasten as L
+from hasten.callbacks import EarlyStopping, ModelCheckpoint
+from tests.models import Classifier, Manual, loader, quiet
+from tests.refusals import refused, warned
+
+Batches = Iterator[Any]
+
+
+def batches(number: int = 4) -> Batches:
+    for _ in range(number):
+        yield torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+
+
+class ReadOnce(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rest = batches()
+
+    def __iter__(self) -> Batches:
+        return self.rest
+
+
+# -- data that ends
+
+
+def test_a_generator_trains_one_epoch_and_is_refused_in_the_next() -> None:
+    with refused(ValueError, "train_dataloaders", fix="DataLoader", says=("epoch 2", "generator")):
+        # Counted in steps, such a fit would never end.
+        quiet(max_epochs=-1, max_steps=20).fit(Classifier(), batches())
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Classifier(), batches())
+    assert trainer.global_step == 4
+
+
+@pytest.mark.world_size(2)
+def test_so_it_is_on_several_processes() -> None:
+    with refused(ValueError, "train_dataloaders", fix="DataLoader", says=("epoch 2", "generator")):
+        quiet(devices=2, strategy="ddp", max_epochs=-1, max_steps=20).fit(Classifier(), batches())
+
+
+def test_a_dataset_that_does_not_begin_anew_is_named() -> None:
+    with refused(ValueError, "train_dataloaders", fix="ReadOnce.__iter__()", says="epoch 2"):
+        quiet(max_epochs=3).fit(Classifier(), DataLoader(ReadOnce(), batch_size=None))
+
+
+def test_an_evaluation_of_a_generator_at_its_end_is_said() -> None:
+    data, trainer = batches(), quiet()
+    assert trainer.validate(Classifier(), data, verbose=False)[0]
+    with warned(UserWarning, says=("val_dataloader", "generator"), fix="DataLoader"):
+        assert trainer.validate(Classifier(), data, verbose=False) == [{}]
+
+
+@pytest.mark.parametrize("data", [{"x": torch.zeros(4, 8), "y": torch.zeros(4)}, {"names": "ab"}])
+def test_a_dict_that_holds_no_loaders_is_refused(data: dict[str, Any]) -> None:
+    with refused(TypeError, fix="DataLoader(TensorDataset(x, y)", says="keys"):
+        quiet().fit(Classifier(), data)
+
+
+def test_a_second_fit_that_trains_nothing_is_said() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Classifier(), loader())
+    with warned(UserWarning, says="max_epochs=1", fix="trainer.fit_loop.max_epochs = 2"):
+        trainer.fit(Classifier(), loader())
+    trainer.fit_loop.max_epochs = 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.fit(Classifier(), loader())
+
+
+# -- hooks that do not run, or get other arguments
+
+
+def yields(self: Any, *args: Any) -> Iterator[int]:
+    yield 1
+
+
+async def waits(self: Any, *args: Any) -> int:
+    return 1
+
+
+@pytest.mark.parametrize("hook", ["training_step", "validation_step", "on_train_epoch_end", "configure_optimizers"])
+@pytest.mark.parametrize("function", [yields, waits])
+def test_a_hook_that_a_call_does_not_run_is_refused(hook: str, function: Any) -> None:
+    word = "yield" if function is yields else "async"
+    with refused(ValueError, fix=hook, says=(f"Net.{hook}()", word)):
+        quiet().fit(type("Net", (Classifier,), {hook: function})(), loader())
+
+
+def test_a_datamodule_may_yield_its_batches() -> None:
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            yield from batches()
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Classifier(), datamodule=Data())
+    assert trainer.global_step == 4
+
+
+class Swapped(Classifier):
+    def training_step(self, batch_idx: Any, batch: Any) -> Any:  # type: ignore[override]
+        return self.loss(batch)
+
+
+class SwappedCallback(L.Callback):
+    def on_train_epoch_end(self, pl_module: Any, trainer: Any) -> None: ...
+
+
+def test_arguments_in_another_order_are_refused() -> None:
+    with refused(ValueError, fix="def training_step(self, batch, batch_idx)", says="(batch_idx, batch)"):
+        quiet().fit(Swapped(), loader())
+    with refused(ValueError, fix="def on_train_epoch_end(self, trainer, pl_module)", says="(pl_module, trainer)"):
+        quiet(callbacks=SwappedCallback()).fit(Classifier(), loader())
+
+
+# -- parameters that nothing trains
+
+
+class NewLayers(Classifier):
+    def on_train_start(self) -> None:
+        self.layers = nn.Sequential(nn.Linear(8, 2))
+
+
+def test_layers_replaced_after_the_optimizers_were_made_are_said() -> None:
+    with warned(UserWarning, says=("NewLayers", "4 parameters"), fix="configure_model"):
+        quiet(max_epochs=1).fit(NewLayers(), loader())
+
+
+class Keeps(Manual):
+    """Sets no gradients to zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class Clears(Manual):
+    """Sets the gradients to zero as ``clear`` says, after a backward that adds to them, as in a GAN."""
+
+    def __init__(self, clear: str) -> None:
+        super().__init__()
+        self.clear = clear
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if self.clear == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif self.clear == "module":
+            self.zero_grad()
+        else:
+            for parameter in self.parameters():
+                parameter.grad = None
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+        optimizer.step()
+
+
+class Forgets(Manual):
+    """Has no gradients when it steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().zero_grad()
+        self.optimizers().step()
+
+
+class NeverSteps(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+
+
+class Scheduled(Manual):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize(
+    ("model", "says", "fix"),
+    [
+        (Keeps, ("Keeps.training_step", "SGD"), "optimizer.zero_grad()"),
+        (Forgets, ("Forgets.training_step", "SGD.step()"), "self.manual_backward(loss)"),
+        (NeverSteps, ("NeverSteps.training_step", "global_step"), "self.optimizers().step()"),
+        (Scheduled, ("Scheduled", "StepLR"), "self.lr_schedulers().step()"),
+    ],
+)
+def test_what_manual_optimization_forgets_is_said(model: type[Manual], says: tuple[str, ...], fix: str) -> None:
+    with warned(UserWarning, says=says, fix=fix):
+        quiet(max_epochs=1).fit(model(), loader())
+
+
+@pytest.mark.parametrize("clear", ["zeros", "module", "none"])
+def test_gradients_cleared_in_any_way_are_not_warned_of(clear: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*no validation data")
+        quiet(max_epochs=1).fit(Clears(clear), loader())
+
+
+# -- values and names
+
+
+def test_a_batch_size_of_several_numbers_is_refused() -> None:
+    class Net(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.0, batch_size=batch[0])
+            return self.loss(batch)
+
+    with refused(ValueError, "batch_size", fix="len(x)", says="(4, 8)"):
+        quiet().fit(Net(), loader())
+
+
+@pytest.mark.parametrize("path", [3, True, {"state_dict": {}}])
+def test_a_checkpoint_path_of_another_type_is_refused(path: Any) -> None:
+    with refused(TypeError, "ckpt_path", says=("'last'", type(path).__name__)):
+        quiet().fit(Classifier(), loader(), ckpt_path=path)
+    trainer = quiet()
+    trainer.validate(Classifier(), loader(), verbose=False)
+    with refused(TypeError, "filepath", says=type(path).__name__):
+        trainer.save_checkpoint(path)
+
+
+def test_a_file_name_with_the_ending_is_said() -> None:
+    with warned(UserWarning, says="filename='best.ckpt'", fix=".ckpt"):
+        ModelCheckpoint(filename="best.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("epochs", "max_epochs=3"),
+        ("num_epochs", "max_epochs=3"),
+        ("steps", "max_steps=3"),
+        ("lr", "lr=3"),
+        ("model", "fit"),
+    ],
+)
+def test_the_arguments_of_other_trainers_have_a_line(argument: str, instead: str) -> None:
+    with refused(TypeError, argument, fix=instead):
+        L.Trainer(**{argument: 3})
+
+
+# -- notes at errors of Python and torch
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+class TwoOptimizers(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        _first, _second = self.optimizers()
+
+
+class HidesLog(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = {}  # type: ignore[assignment]
+
+
+class LogsDict(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log({"x": 1.0})  # type: ignore[call-arg, arg-type]
+
+
+class NoLayers(L.LightningModule):
+    training_step = Classifier.training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        (TwoOptimizers, "optimizer = self.optimizers()"),
+        (HidesLog, "self.log is a dict that hides the method log()"),
+        (LogsDict, "self.log_dict(values)"),
+        (NoLayers, "Make the layers in __init__"),
+    ],
+)
+def test_errors_of_python_get_the_line_to_write(model: type[L.LightningModule], note: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        quiet().fit(model(), loader())
+    assert note in notes(caught.value)
+
+
+@pytest.mark.parametrize(("name", "note"), [("device", "give yours another name"), ("hparams", "save_hyperparameters")])
+def test_an_attribute_that_the_module_keeps_itself_is_explained(name: str, note: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        setattr(Classifier(), name, {})
+    assert note in notes(caught.value)
+
+
+class WithoutInit(EarlyStopping):
+    def __init__(self) -> None:
+        self.mine = 1
+
+
+def test_a_callback_without_the_init_of_its_base_is_explained() -> None:
+    with pytest.raises(AttributeError) as caught:
+        quiet(callbacks=WithoutInit())
+    assert "super().__init__()" in notes(caught.value)
