@@ -2,16 +2,16 @@
 
 It is entered in a process that does nothing else afterwards: functions of torch are replaced and stay so. What it
 relies on of torch is private: the backend "fake" and ``FakeStore`` of ``torch.testing._internal.distributed.fake_pg``,
-``FakeTensorMode``, and the shapes of collectives in ``torch.distributed._tools.fake_collectives``. All are in the
-package that users install.
+``FakeTensorMode``, the shapes of collectives in ``torch.distributed._tools.fake_collectives``, and that the collectives
+of FSDP2 call ``torch.chunk`` and ``torch.cat``. All are in the package that users install.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +76,46 @@ class SimulatedCluster(ClusterEnvironment):
         return 0
 
 
+class _Pieces(NamedTuple):
+    """A tensor that is divided evenly along a dimension."""
+
+    whole: Tensor
+    count: int
+    dim: int
+
+
+class _TorchOfShards:
+    """Torch, as FSDP's collectives see it, where pieces of a tensor are no tensors.
+
+    What is sharded along another dimension than the first is cut in a piece for each process, and put together again.
+    With thousands of processes, the shapes of these pieces took most of the time of a plan.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def chunk(self, whole: Tensor, count: int, dim: int) -> _Pieces:
+        return _Pieces(whole, count, dim)
+
+    def cat(self, pieces: _Pieces | Sequence[Tensor], dim: int, *, out: Tensor | None = None) -> Tensor:
+        if not isinstance(pieces, _Pieces):
+            return torch.cat(pieces, dim, out=out)
+        if out is not None:
+            return out
+        shape = list(pieces.whole.shape)
+        shape[pieces.dim] //= pieces.count
+        shape[dim] *= pieces.count
+        return pieces.whole.new_empty(shape)
+
+
 def join(size: int, rank: int) -> None:
     """Make this process one of ``size``, in a group whose collectives return at once."""
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives  # noqa: F401 - registers the shapes of collectives
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    vars(_fsdp_collectives)["torch"] = _TorchOfShards()
 
     collectives.leave()
     for name in ("require_same", "require_same_module"):
