@@ -230,9 +230,10 @@ class Hooks:
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
         if module is not None:
-            # First: the result of the last one counts.
-            own = self._of_strategy.get(name, [])
-            listeners[:0] = map(functools.partial(self._watched, f"[Strategy].{name}"), own)
+            # The result of the last one counts: the module's, not that of the strategy after it.
+            for own in self._of_strategy.get(name, []):
+                last = listeners.pop() if listeners else nothing
+                listeners.append(functools.partial(_then, last, self._watched(f"[Strategy].{name}", own)))
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing
@@ -301,6 +302,12 @@ def overridden(owner: Callback | LightningModule | LightningDataModule, base: ty
         if getattr(getattr(owner, name, None), "__func__", None) is not defaults.get(name, _ABSENT)
         and overrides(owner, base, name)
     ]
+
+
+def _then(listener: Call, after: Call, *arguments: object) -> object:
+    result = listener(*arguments)
+    after(*arguments)
+    return result
 
 
 def _given_stage(listener: Call, stage: str) -> object:

@@ -62,6 +62,8 @@ def _new_name(module: str, name: str) -> str | None:
     home, there = found
     if home == "hasten_lightning.cli":
         home = "hasten.cli"  # Not imported: jsonargparse may not be installed.
+    if module.endswith("fabric.utilities.spike") and name == "SpikeDetection":
+        return None  # hasten.callbacks has the Trainer's, whose hook is called with other arguments.
     if there == "StrategyRegistry":
         home = "hasten.utilities.enums"
     if home == "hasten" or (home in _PACKAGES and there == name):
