@@ -230,13 +230,16 @@ class Hooks:
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
         if module is not None:
-            # The result of the last one counts: the module's, not that of the strategy after it.
-            for own in self._of_strategy.get(name, []):
-                last = listeners.pop() if listeners else nothing
-                listeners.append(functools.partial(_then, last, self._watched(f"[Strategy].{name}", own)))
+            self._add_strategy(name, listeners)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing
+
+    def _add_strategy(self, name: str, listeners: list[Call]) -> None:
+        """Call the hook of the strategy after all others; the result stays that of the module."""
+        for own in self._of_strategy.get(name, []):
+            last = listeners.pop() if listeners else nothing
+            listeners.append(functools.partial(_then, last, self._watched(f"[Strategy].{name}", own)))
 
     def _of_callbacks(self, name: str, callbacks: list[Callback], found: dict[int, list[str]]) -> list[Call]:
         """Return the overrides of a hook in these callbacks."""
