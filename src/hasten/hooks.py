@@ -230,12 +230,16 @@ class Hooks:
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
         if module is not None:
-            # First: the result of the last one counts.
-            own = self._of_strategy.get(name, [])
-            listeners[:0] = map(functools.partial(self._watched, f"[Strategy].{name}"), own)
+            self._add_strategy(name, listeners)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing
+
+    def _add_strategy(self, name: str, listeners: list[Call]) -> None:
+        """Call the hook of the strategy after all others; the result stays that of the module."""
+        for own in self._of_strategy.get(name, []):
+            last = listeners.pop() if listeners else nothing
+            listeners.append(functools.partial(_then, last, self._watched(f"[Strategy].{name}", own)))
 
     def _of_callbacks(self, name: str, callbacks: list[Callback], found: dict[int, list[str]]) -> list[Call]:
         """Return the overrides of a hook in these callbacks."""
@@ -301,6 +305,12 @@ def overridden(owner: Callback | LightningModule | LightningDataModule, base: ty
         if getattr(getattr(owner, name, None), "__func__", None) is not defaults.get(name, _ABSENT)
         and overrides(owner, base, name)
     ]
+
+
+def _then(listener: Call, after: Call, *arguments: object) -> object:
+    result = listener(*arguments)
+    after(*arguments)
+    return result
 
 
 def _given_stage(listener: Call, stage: str) -> object:

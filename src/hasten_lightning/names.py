@@ -39,6 +39,7 @@ ALTERNATIVES = {
     "fabric.utilities.consolidate_checkpoint": "Write hasten consolidate FOLDER.",
     "fabric.utilities.init": "Use fabric.init_module() or trainer.init_module().",
     "fabric.utilities.load": "Use hasten.checkpoint.files.load, or fabric.load_raw.",
+    "fabric.utilities.spike.SpikeDetection": "Start the program with hasten run, or compare the losses in its loop.",
     "fabric.utilities.testing": _TESTS,
     "metrics": "Use the package torchmetrics.",
     "profilers": "It is lightning.pytorch.profilers.",

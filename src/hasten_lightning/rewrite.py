@@ -56,8 +56,8 @@ def rewritten(dotted: str) -> str | None:
 
 
 def _new_name(module: str, name: str) -> str | None:
-    found = TABLE[relative(module) or ""].get(name)
-    if found is None or found[0] == "hasten_lightning.names":
+    found = _home(module, name)
+    if found is None:
         return None
     home, there = found
     if home == "hasten_lightning.cli":
@@ -75,6 +75,14 @@ def _new_name(module: str, name: str) -> str | None:
         if name in public.__all__ and getattr(public, name) is value:
             return f"{package}.{name}"
     return f"{home}.{there}"
+
+
+def _home(module: str, name: str) -> tuple[str, str] | None:
+    """Return the module and the name that hasten has in place of a name, if a program without the alias can use it."""
+    home, there = TABLE[relative(module) or ""].get(name, ("hasten_lightning.names", ""))
+    # Of spike detection, hasten.callbacks has the Trainer's, whose hook is called with other arguments.
+    of_fabric = home == "hasten_lightning._classes.callbacks" and there == "SpikeDetection"
+    return None if home == "hasten_lightning.names" or of_fabric else (home, there)
 
 
 def _new_module(module: str) -> str | None:

@@ -127,6 +127,7 @@ x = 1\nimport lightning.pytorch.metrics\n | 2 | lightning.pytorch.metrics: Use t
 import lightning.app as app\n | 1 | lightning.app: It belongs to a hosted product.
 \nfrom lightning.pytorch.metrics import Accuracy\n | 2 | lightning.pytorch.metrics: Use
 from lightning.pytorch import Missing\n | 1 | lightning.pytorch.Missing: hasten does not have this name.
+from lightning.fabric.utilities.spike import SpikeDetection\n | 1 | lightning.fabric.utilities.spike.SpikeDetection:
 import lightning.pytorch.loops as loops\n | 1 | lightning.pytorch.loops: its names are in several modules
 from pytorch_lightning import loops\n | 1 | pytorch_lightning.loops: its names are in several modules
 import lightning as L\nL.__version__\n | 2 | L.__version__: hasten.__version__ counts from

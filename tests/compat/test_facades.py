@@ -351,3 +351,15 @@ def test_a_precision_that_is_assigned_to_a_strategy_is_used() -> None:
     trainer.strategy.precision_plugin = after
     trainer.fit(BoringModel())
     assert trainer.precision_plugin is after
+
+
+def test_a_trainer_of_a_program_sets_its_logger_before_it_is_made() -> None:
+    import lightning.pytorch as pl
+
+    class Own(pl.Trainer):
+        def __init__(self) -> None:
+            self.logger = None
+            self.wide = True
+            super().__init__(**QUIETLY)
+
+    assert Own().loggers == []

@@ -13,6 +13,7 @@ import torch
 
 import hasten_lightning
 from hasten import Callback, LightningModule
+from hasten.strategies import SingleDeviceStrategy
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
@@ -320,3 +321,46 @@ def test_the_last_window_of_an_epoch_and_the_count_of_steps_are_lightnings() -> 
         optimizer.step()
     for trained, by_hand in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(trained, by_hand)
+
+
+def test_hooks_of_a_strategy_run_after_those_of_the_module() -> None:
+    calls: list[str] = []
+
+    class Own(SingleDeviceStrategy):
+        def on_train_start(self) -> None:
+            calls.append("strategy")
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            calls.append(f"strategy {batch_idx}")
+            return -1  # Only what the module returns ends an epoch.
+
+    class Model(WithData):
+        def on_train_start(self) -> None:
+            calls.append("module")
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            calls.append(f"module {batch_idx}")
+            return -1 if batch_idx else None
+
+    quiet(strategy=Own(torch.device("cpu")), limit_val_batches=0).fit(Model())
+    assert calls == ["module", "strategy", "module 0", "strategy 0", "module 1", "strategy 1"]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["on_validation_model_eval", "on_validation_model_train", "on_test_model_eval", "lr_scheduler_step"],
+)
+def test_hooks_in_which_nothing_can_be_logged(hook: str) -> None:
+    def log(self: LightningModule, *_: Any) -> None:
+        self.log("x", 1.0)
+
+    optimizers = {
+        "configure_optimizers": lambda self: (
+            [optimizer := torch.optim.SGD(self.parameters(), 0.1)],
+            [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        )
+    }
+    model = type("Model", (WithData,), {hook: log, **optimizers})()
+    run = quiet().test if "test" in hook else quiet().fit
+    with refused(MisconfigurationException, says="cannot be logged here"):
+        run(model, loader(4))

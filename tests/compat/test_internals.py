@@ -430,6 +430,70 @@ def test_a_run_is_saved_and_restored_in_its_middle(tmp_path: Path) -> None:
     assert torch.equal(back.after["layer.weight"], back.before["layer.weight"])
 
 
+def test_optimizers_and_schedulers_are_restored_without_the_counters(tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+
+    class Back(hasten.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            (optimizer,), connector = trainer.optimizers, trainer._checkpoint_connector
+            if trainer.global_step == 1:
+                self.rate = optimizer.param_groups[0]["lr"]
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+                trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            elif trainer.global_step == 3:
+                optimizer.param_groups[0]["lr"] = 7.0
+                connector.resume_start(tmp_path / "a.ckpt")
+                connector.restore_precision_plugin_state()
+                connector.restore_optimizers_and_schedulers()
+                assert (trainer.global_step, optimizer.param_groups[0]["lr"]) == (3, self.rate)
+                connector.restore_loops()
+                assert trainer.global_step == 1
+                connector.resume_start(tmp_path / "weights.ckpt")
+                with pytest.raises(KeyError):
+                    connector.restore_optimizers_and_schedulers()
+                trainer.should_stop = True
+
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(**options, callbacks=[Back()], max_steps=4, enable_model_summary=False).fit(BoringModel())
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("callbacks.EarlyStopping", ("x",)),
+        ("callbacks.GradientAccumulationScheduler", ({0: 1},)),
+        ("callbacks.ModelCheckpoint", ()),
+        ("callbacks.OnExceptionCheckpoint", (".",)),
+        ("callbacks.Timer", ()),
+        ("loggers.CSVLogger", (".",)),
+        ("loggers.TensorBoardLogger", (".",)),
+        ("loggers.WandbLogger", ()),
+        ("plugins.AsyncCheckpointIO", ()),
+        ("plugins.DoublePrecision", ()),
+    ],
+)
+def test_a_class_beside_one_of_lightning_is_initialized(kind: str, arguments: tuple[Any, ...]) -> None:
+    class Beside:
+        def __init__(self) -> None:
+            super().__init__()
+            self.connected: list[str] = []
+
+    module, _, name = kind.rpartition(".")
+    base = getattr(importlib.import_module(f"lightning.pytorch.{module}"), name)
+    assert type(name, (base, Beside), {})(*arguments).connected == []
+
+
+def test_packages_keep_attributes_of_their_own_at_the_loops() -> None:
+    from lightning.pytorch import Trainer
+
+    loop = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    for value in (1, 2):
+        loop.phase = value
+    assert loop.phase == 2
+    with refused(AttributeError, says="state_dict cannot be assigned"):
+        loop.state_dict = dict
+
+
 def test_a_module_that_was_not_trained_is_saved(tmp_path: Path) -> None:
     from lightning.pytorch import Trainer
 

@@ -186,3 +186,11 @@ class Helped(Classifier):
 def test_a_helper_beside_the_hook_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     quiet(callbacks=[OfAnotherLibrary()]).fit(Helped(), loader(), loader())
     assert not [one for one in recwarn if "looks like the hook" in str(one.message)]
+
+
+def test_methods_of_installed_packages_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    names: dict[str, Any] = {"L": L}
+    source = "class Keeps(L.Callback):\n    def save_checkpoint(self, path): ...\n    def on_epoch_end(self): ...\n"
+    exec(compile(source, "/lib/site-packages/package/callbacks.py", "exec"), names)
+    quiet(callbacks=[names["Keeps"]()]).fit(Classifier(), loader())
+    assert not [one for one in recwarn if "looks like the hook" in str(one.message)]

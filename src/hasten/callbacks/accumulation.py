@@ -41,6 +41,7 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:
+        super().__init__()
         if not isinstance(scheduling, dict) or not scheduling:
             raise make_error(
                 TypeError,

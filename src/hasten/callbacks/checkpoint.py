@@ -199,6 +199,7 @@ class ModelCheckpoint(Checkpoint):
         keep_for: timedelta | str | dict[str, int] | None = None,
     ) -> None:
         check.declared(ModelCheckpoint.__init__, locals())
+        super().__init__()
         owner, error = "ModelCheckpoint", MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
         self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
@@ -837,6 +838,7 @@ class OnExceptionCheckpoint(Checkpoint):
     patience_seconds: ClassVar[float] = 15.0
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        super().__init__()
         check.path("OnExceptionCheckpoint", "dirpath", dirpath)
         if not isinstance(filename, str) or not filename:
             raise make_error(

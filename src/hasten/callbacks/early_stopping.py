@@ -89,6 +89,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         check.declared(EarlyStopping.__init__, locals())
+        super().__init__()
         self.monitor = check_monitor("EarlyStopping", monitor)
         owner, numbers, error = "EarlyStopping", (int, float, Tensor), MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)

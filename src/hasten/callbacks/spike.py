@@ -83,6 +83,7 @@ class SpikeDetection(Callback):
         finite_only: bool = True,
     ) -> None:
         check.declared(SpikeDetection.__init__, locals())
+        super().__init__()
         error = MisconfigurationException
         self.mode = check.one_of("SpikeDetection", "mode", mode, ("min", "max"), error=error)
         self.window = check.whole("SpikeDetection", "window", window, at_least=1, error=error)

@@ -62,6 +62,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         check.declared(Timer.__init__, locals())
+        super().__init__()
         self._duration: float | None = None
         if duration is not None:
             allowed, error = "'DD:HH:MM:SS', '90min', or a timedelta", MisconfigurationException

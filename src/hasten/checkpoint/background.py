@@ -361,6 +361,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         check.declared(AsyncCheckpointIO.__init__, locals())
+        super().__init__()
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.writer = BackgroundWriter()
         # A BackgroundSaves of sharded.py, created by the first save of a folder.

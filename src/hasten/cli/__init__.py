@@ -19,14 +19,7 @@ for _name in ("jsonargparse", "docstring_parser", "yaml"):
             name=_name,
         )
 
-from jsonargparse import ArgumentParser, Namespace
-
-if "instantiate" not in dir(ArgumentParser):
-    raise make_error(
-        ImportError,
-        "hasten.cli needs jsonargparse 4.53 or newer, and an older one is installed.",
-        fix=f"Run: {install_line('cli')}",
-    )
+from jsonargparse import Namespace
 
 from hasten.cli.app import LightningCLI
 from hasten.cli.hyperparameters import ModuleType, instantiate_module

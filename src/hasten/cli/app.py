@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hasten._lib import VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.cli.hyperparameters import from_config, with_checkpoint
+from hasten.cli.hyperparameters import from_config, instantiated, with_checkpoint
 from hasten.cli.optimizers import (
     LRSchedulerTypeTuple,
     LRSchedulerTypeUnion,
@@ -300,7 +300,7 @@ class LightningCLI:
     def instantiate_classes(self) -> None:
         """Make ``self.datamodule``, ``self.model`` and ``self.trainer``."""
         instantiators = self._instantiators() if self._load_from_checkpoint_support else None
-        self.config_init = self.parser.instantiate(self.config, instantiators=instantiators)
+        self.config_init = instantiated(self.parser, self.config, instantiators)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
         self._add_configure_optimizers_method_to_model(self.subcommand)

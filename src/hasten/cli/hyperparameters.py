@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 ModuleType = TypeVar("ModuleType")
 
 
+# Older versions of jsonargparse know what Lightning's command line needs by other names, or not at all.
+RENEWED = "instantiate" in dir(ArgumentParser)
+WITH_NONE = {"skip_unset" if RENEWED else "skip_none": False}
+NO_LINKS: Mapping[str, Any] = types.MappingProxyType({})
+
+
 def from_config(parser: LightningArgumentParser, config: Namespace, key: str) -> Callable[..., Any]:
     """Return a function that makes the module (``key="model"``) or datamodule ("data") of a parsed config.
 
@@ -39,10 +45,12 @@ def from_config(parser: LightningArgumentParser, config: Namespace, key: str) ->
 
     @functools.cache
     def plain() -> dict[str, Any]:
-        text = parser.dump(config, format="yaml", skip_link_targets=False, skip_unset=False, skip_validation=True)
+        text = parser.dump(config, format="yaml", skip_link_targets=False, skip_validation=True, **WITH_NONE)
         return (yaml.safe_load(text) or {}).get(key) or {}
 
-    def make(class_type: type[Any], *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any) -> Any:
+    def make(
+        class_type: type[Any], *args: Any, applied_instantiation_links: Mapping[str, Any] = NO_LINKS, **kwargs: Any
+    ) -> Any:
         hparams = dict(plain())
         class_path = hparams.get("class_path")
         if class_path is not None:
@@ -102,7 +110,7 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
         with made_from_config(one, dict(config)):  # So that it can be saved again.
             return one(*args, **kwargs)
 
-    made: ModuleType = parser.instantiate(parsed, instantiators=[(make, class_type, True)]).module
+    made: ModuleType = instantiated(parser, parsed, [(make, class_type, True)]).module
     return made
 
 
@@ -265,6 +273,24 @@ def _hints(kind: type) -> dict[str, Any]:
             except (NameError, TypeError, AttributeError):
                 hints.update(getattr(init, "__annotations__", {}))
     return hints
+
+
+def instantiated(
+    parser: ArgumentParser, config: Namespace, instantiators: list[tuple[Any, type, bool]] | None
+) -> Namespace:
+    """Return a config with its objects made.
+
+    Args:
+        parser: what has parsed it.
+        config: the config.
+        instantiators: what makes objects of a class: a function, the class, and whether it makes subclasses, too.
+
+    """
+    if RENEWED:
+        return parser.instantiate(config, instantiators=instantiators)
+    for make, kind, subclasses in instantiators or ():
+        parser.add_instantiator(make, kind, subclasses=subclasses, prepend=True)
+    return parser.instantiate_classes(config)
 
 
 def imported(class_path: str) -> object:

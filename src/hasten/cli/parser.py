@@ -13,14 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+import jsonargparse
 import torch
-from jsonargparse import (
-    ArgumentParser,
-    Namespace,
-    class_from_function,
-    register_unresolvable_import_paths,
-    set_parsing_settings,
-)
+from jsonargparse import ArgumentParser, Namespace, class_from_function, register_unresolvable_import_paths
 from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 
@@ -39,7 +34,10 @@ ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
 
 # Functions implemented in C have no __module__; a config may name them anyway.
 register_unresolvable_import_paths(torch)
-set_parsing_settings(config_read_mode_fsspec_enabled=True)
+if "set_parsing_settings" in dir(jsonargparse):
+    jsonargparse.set_parsing_settings(config_read_mode_fsspec_enabled=True)
+else:  # Before 4.39.
+    jsonargparse.set_config_read_mode(fsspec_enabled=True)
 
 
 def _dtype(text: str) -> torch.dtype:

@@ -10,6 +10,7 @@ import fsspec
 from jsonargparse import Namespace
 
 from hasten._lib.errors import make_error
+from hasten.cli.hyperparameters import WITH_NONE
 from hasten.hooks import overrides
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
@@ -110,4 +111,4 @@ class SaveConfigCallback(Callback):
         if trainer.is_global_zero:
             # The logger makes its folder with the first value it writes, which is later.
             files.makedirs(files._parent(path), exist_ok=True)
-            self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
+            self.parser.save(self.config, path, overwrite=True, multifile=self.multifile, **WITH_NONE)

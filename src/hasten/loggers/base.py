@@ -250,6 +250,7 @@ class UploadingLogger(StartedLogger[Any]):
     """Base of the loggers that upload checkpoints, each once, as ``log_model`` says; see ``WandbLogger``."""
 
     def __init__(self, log_model: Literal["all"] | bool) -> None:
+        super().__init__()
         self._log_model = check.one_of(type(self).__name__, "log_model", log_model, (True, False, "all"))
         self._logged_model_time: dict[str, float] = {}
         self._waiting: list[Checkpoint] = []

@@ -90,6 +90,7 @@ class FolderLogger(StartedLogger[T]):
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
         check.declared(FolderLogger.__init__, locals())
+        super().__init__()
         owner = next(kind.__name__ for kind in type(self).__mro__ if comes_from(kind, "hasten.loggers"))
         path = os.fspath(check.path(owner, "save_dir", save_dir))
         self._save_dir = path if is_url(path) else os.path.expanduser(local(path))

@@ -359,8 +359,11 @@ def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
     module = run.module
     run.runtime.strategy.sharding.reshard()
     restore = _remember_modes(run)
-    testing = stage == "test"
-    (module.on_test_model_eval if testing else module.on_validation_model_eval)()
+    hooks, testing = run.hooks, stage == "test"
+    own, default = hooks.on_validation_model_eval, module.on_validation_model_eval
+    if testing:
+        own, default = hooks.on_test_model_eval, module.on_test_model_eval
+    (default if own is nothing else own)()
     try:
         yield
     finally:
@@ -368,10 +371,8 @@ def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
         name = "on_test_model_train" if testing else "on_validation_model_train"
         if not redefines(module, LightningModule, name):
             restore()
-        elif testing:
-            module.on_test_model_train()
         else:
-            module.on_validation_model_train()
+            (hooks.on_test_model_train if testing else hooks.on_validation_model_train)()
 
 
 def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:

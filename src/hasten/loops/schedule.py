@@ -14,13 +14,20 @@ from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException, add_note
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn
+from hasten.hooks import Hook
 from hasten.machine.signals import LeaveRun
+from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hasten.loops.run import Run
     from hasten.machine.signals import StopRequests
     from hasten.types import Group
+
+
+_STEP = Hook("lr_scheduler_step")
 
 
 class ValidationSchedule:
@@ -164,8 +171,11 @@ def step_on_monitored(run: Run, interval: str) -> None:
 
 
 def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
+    step: Callable[..., None] = run.module.lr_scheduler_step
+    if type(run.module).lr_scheduler_step is not LightningModule.lr_scheduler_step:
+        step = run.logged.inside(_STEP, [step])
     try:
-        run.module.lr_scheduler_step(config.scheduler, value)
+        step(config.scheduler, value)
     except ValueError as error:
         if "total steps" in str(error):
             add_note(

@@ -34,7 +34,7 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
-from hasten.extend.origin import comes_from, is_builtin, module_of
+from hasten.extend.origin import comes_from, is_builtin, module_of, source_file
 from hasten.hooks import nothing, overridden, overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -511,7 +511,8 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
         if hasattr(base, name) or name.startswith("_") or name.rstrip("_0123456789") in hooks:
             continue
         method = inspect.getattr_static(kind, name)
-        if not inspect.isfunction(method):
+        # Methods of installed packages are not the user's to rename.
+        if not inspect.isfunction(method) or "site-packages" in source_file(method):
             continue
         if name in _OLD_HOOKS:
             # With other arguments it has another purpose: callbacks of other libraries use such names.

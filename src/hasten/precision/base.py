@@ -200,6 +200,7 @@ class DtypePrecision(Precision):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self._dtype = dtype
 
     def convert_input(self, data: T) -> T:

@@ -305,7 +305,8 @@ class TrainerView(RuntimeView, TrainerSettings):
     @loggers.setter
     def loggers(self, loggers: list[Any] | None) -> None:
         self._loggers = list(loggers or [])
-        self._logged.loggers = self._called_loggers()
+        if "_runtime" in vars(self):  # Not in a subclass that sets them before ``super().__init__()``.
+            self._logged.loggers = self._called_loggers()
 
     def _called_loggers(self) -> list[Any]:
         """Return the loggers that this process calls: all on the first process, none on others."""

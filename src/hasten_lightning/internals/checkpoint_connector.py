@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten.checkpoint import files
-from hasten.checkpoint.contents import Phase, from_lightning
+from hasten.checkpoint.contents import Phase, from_lightning, load_scheduler
 from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState
 from hasten.module.hparams import StoredHyperParameters
@@ -106,6 +106,42 @@ class CheckpointConnector:
             state = RunState(self.trainer.current_run, self.trainer.callbacks, self.trainer.datamodule)
             for phase in (Phase.POSITION, Phase.TRAINING):
                 state.restore(self._loaded_checkpoint, phase, self._path)
+
+    def restore_loops(self) -> None:
+        """Give the counters of ``fit`` the states that were read."""
+        if self._loaded_checkpoint and self.trainer.state.fn is TrainerFn.FITTING:
+            state = RunState(self.trainer.current_run, self.trainer.callbacks, self.trainer.datamodule)
+            state.restore(self._loaded_checkpoint, Phase.POSITION, self._path)
+
+    def restore_precision_plugin_state(self) -> None:
+        """Give the precision the state that was read, such as the scale of losses in 16 bits."""
+        precision = self.trainer.current_run.runtime.precision
+        if state := self._loaded_checkpoint.get(type(precision).__qualname__):
+            precision.load_state_dict(state)
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Give optimizers and schedulers the states that were read, and nothing else.
+
+        Raises:
+            KeyError: the checkpoint has only weights.
+
+        """
+        if self._loaded_checkpoint:
+            self.restore_optimizers()
+            self.restore_lr_schedulers()
+
+    def restore_optimizers(self) -> None:
+        """Give the optimizers the states that were read."""
+        strategy = self.trainer.current_run.runtime.strategy
+        if self._loaded_checkpoint and strategy.lightning_restore_optimizer:
+            strategy.load_optimizer_state_dict(self._loaded_checkpoint)
+
+    def restore_lr_schedulers(self) -> None:
+        """Give the schedulers the states that were read."""
+        if self._loaded_checkpoint:
+            states = self._loaded_checkpoint["lr_schedulers"]
+            for config, state in zip(self.trainer.current_run.schedulers, states, strict=False):
+                load_scheduler(config.scheduler, state)
 
     def resume_end(self) -> None:
         """Forget the checkpoint that was read."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import torch_private
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
+from hasten.elsewhere import conventions
 from hasten.loops.evaluate import evaluate
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.runtime import ReadOnly
@@ -143,10 +144,12 @@ class LoopView(Loop):
         return self._trainer._logged.context.row.name
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or isinstance(getattr(type(self), name, None), property | Setting):
+        ours = hasattr(type(self), name)
+        own = conventions.current().mistakes_are_warnings and not ours  # Packages keep attributes of their own here.
+        if own or name.startswith("_") or isinstance(getattr(type(self), name, None), property | Setting):
             object.__setattr__(self, name, value)
             return
-        known = "has" if hasattr(self, name) else "has no"
+        known = "has" if ours else "has no"
         raise AttributeError(
             f"{type(self).__name__}.{name} cannot be assigned: the loop is a view of the run, and {known} this "
             "attribute. To change what happens in a run, override hooks of the module or write a callback."
