@@ -80,9 +80,9 @@ def parse(
     """
     read = functools.partial(_scheduler, automatic=automatic, needs_step=automatic and not steps_schedulers)
     where = f"{owner}.configure_optimizers()"
-    if configured is None:
-        return [], []
     items: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    if configured is None or (not items and not automatic):
+        return [], []
     if items and all(_is_optimizer(item) for item in items):
         return items, []
     if len(items) == 2 and isinstance(items[0], (list, tuple)):
@@ -253,7 +253,8 @@ def warn_of_none(optimizers: list[Any], owner: str) -> None:
     """Warn if there is no optimizer to train with."""
     if not optimizers:
         rank_zero_warn(
-            f"{owner}.configure_optimizers() returned None: nothing is trained.", fix="Return an optimizer to train."
+            f"{owner}.configure_optimizers() returned None or an empty list: nothing is trained.",
+            fix="Return an optimizer to train.",
         )
 
 
