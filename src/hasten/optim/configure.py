@@ -80,9 +80,9 @@ def parse(
     """
     read = functools.partial(_scheduler, automatic=automatic, needs_step=automatic and not steps_schedulers)
     where = f"{owner}.configure_optimizers()"
-    items: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
-    if configured is None or (not items and not automatic):
+    if _is_nothing(configured, automatic):
         return [], []
+    items: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
     if items and all(_is_optimizer(item) for item in items):
         return items, []
     if len(items) == 2 and isinstance(items[0], (list, tuple)):
@@ -100,6 +100,11 @@ def parse(
             '"lr_scheduler": ...}, or None.'
         ),
     )
+
+
+def _is_nothing(configured: object, automatic: bool) -> bool:
+    """Return whether no optimizer is wanted; an empty list says so where the module makes its own steps."""
+    return configured is None or (not automatic and isinstance(configured, (list, tuple)) and not configured)
 
 
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
