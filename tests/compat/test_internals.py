@@ -563,3 +563,36 @@ def test_clients_of_hosted_products_that_are_installed_are_left_alone(
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.import_module("litmodels").here
     del sys.modules["litmodels"]
+
+
+def test_internals_that_programs_read_before_and_outside_of_runs() -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import Timer
+
+    linear = torch.nn.Linear(2, 2)
+    wrapped = Fabric(accelerator="cpu", devices=1).setup(linear)
+    assert wrapped._original_module is wrapped._forward_module is linear
+    assert "training_step" in wrapped._forward_methods
+    paths = {"a": True, "file://a": True, Path("a"): True, "s3://a": False}
+    assert {path: _is_local_file_protocol(path) for path in paths} == paths
+
+    timer = Timer("00:00:01:00")
+    trainer = Trainer(accelerator="cpu", logger=False)
+    timer.on_train_start(trainer, BoringModel())
+    assert timer.time_remaining() <= 60
+    assert not trainer.should_stop
+
+    class OwnSteps(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return []
+
+    model = OwnSteps()
+    with warned(UserWarning, says="empty list"):
+        quiet(max_epochs=1, limit_train_batches=1).fit(model)
+    assert model.optimizers() == []

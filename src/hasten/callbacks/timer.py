@@ -123,7 +123,9 @@ class Timer(Callback):
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
             self._deadline = time.monotonic() + self._duration - self._offset
-            trainer.current_run.observers.pace.deadline = time.perf_counter() + self._duration - self._offset
+            # A program may call the hook before the Trainer has run.
+            if trainer.state.fn is not None:
+                trainer.current_run.observers.pace.deadline = time.perf_counter() + self._duration - self._offset
         self._check_time_remaining(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

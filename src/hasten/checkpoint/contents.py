@@ -346,8 +346,8 @@ def state_of(ranks: Sequence[Any], rank: int, share: tuple[int, int]) -> Any:
 # -- weights and optimizers
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
-    """Load ``state`` into ``module``.
+def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> Any:
+    """Load ``state`` into ``module``, and return what its ``load_state_dict`` returns: the names that did not fit.
 
     Args:
         module: where the weights go.
@@ -364,7 +364,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
         state = whole(state)
     # Hooks of sub-modules may rename or drop keys (compiled or parametrised ones do), so torch decides.
     try:
-        module.load_state_dict(dict(state), strict=strict is None or bool(strict))
+        return module.load_state_dict(dict(state), strict=strict is None or bool(strict))
     except RuntimeError as error:
         raise RuntimeError(describe_misfit(type(module).__name__, state, present, source)) from error
 

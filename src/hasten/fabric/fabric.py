@@ -577,7 +577,7 @@ class Fabric(RuntimeView):
                 f"Fabric.no_backward_sync({type(module).__name__}):",
                 fix="pass the module that fabric.setup() returned.",
             )
-        return self._runtime.no_sync(module._wrapped) if enabled else nullcontext()
+        return self._runtime.no_sync(module._forward_module) if enabled else nullcontext()
 
     def to_device(self, obj: T) -> T:
         """Return a tensor, a collection or a module on the device; a module is moved in place."""

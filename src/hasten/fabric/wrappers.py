@@ -41,13 +41,13 @@ class FabricModule(nn.Module):
     """
 
     # The module that the strategy returned for the user's module; the same module on a single device.
-    _wrapped: nn.Module
+    _forward_module: nn.Module
 
     def __init__(
         self, original: nn.Module, runtime: Runtime, wrapped: nn.Module, call: Callable[..., Any] | None = None
     ) -> None:
         own = self.__dict__
-        own.update(_original=original, _runtime=runtime, _marked=set(_STEPS), _wrapped=wrapped)
+        own.update(_original_module=original, _runtime=runtime, _forward_methods=set(_STEPS), _forward_module=wrapped)
         # The dictionaries of the user's module, not copies.
         own.update({name: getattr(original, name) for name in _SHARED})
         for name, value in nn.Module().__dict__.items():
@@ -58,7 +58,7 @@ class FabricModule(nn.Module):
     def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         runtime = self._runtime
         bound = runtime.bind(
-            function, module=self._original, wrapped=self._wrapped, training=True, convert_outputs=True
+            function, module=self._original_module, wrapped=self._forward_module, training=True, convert_outputs=True
         )
         return bound if runtime.scaler is None else _only_scaled_backward(bound, runtime)
 
@@ -80,7 +80,7 @@ class FabricModule(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The user's module."""
-        original: nn.Module = self.__dict__["_original"]
+        original: nn.Module = self.__dict__["_original_module"]
         return original
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ class FabricModule(nn.Module):
             raise make_error(
                 AttributeError, f"mark_forward_method({name!r}): {kind.__name__} has no such method.", fix=hint
             )
-        self._marked.add(name)
+        self._forward_methods.add(name)
 
     # -- methods of the user's module, which may override them
 
@@ -154,17 +154,17 @@ class FabricModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
-        if "_original" not in own:
+        if "_original_module" not in own:
             raise AttributeError(name)
-        original: nn.Module = own["_original"]
+        original: nn.Module = own["_original_module"]
         if name == "device" and not hasattr(original, "device"):
             return next((parameter.device for parameter in original.parameters()), own["_runtime"].device)
         value = getattr(original, name)
         if not inspect.ismethod(value):
             return value
-        if name in own["_marked"]:
+        if name in own["_forward_methods"]:
             return self._bound(value)
-        if own["_wrapped"] is not original and value.__self__ is original:
+        if own["_forward_module"] is not original and value.__self__ is original:
             return _refusing_forward(original, value, name)
         return value
 

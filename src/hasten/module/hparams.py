@@ -517,7 +517,16 @@ def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: 
         )
     if not weights:
         rank_zero_warn(f"The state dict in {path!r} contains no parameters: {name} keeps its own.")
-    load_weights(module, weights, strict=exact, source=path)
+    unfit = load_weights(module, weights, strict=exact, source=path)
+    if not exact:
+        _report_unfit(unfit, name)
+
+
+def _report_unfit(unfit: Any, name: str) -> None:
+    """Warn of the weights that only the file or only the model has."""
+    for found, keys in (("that the file lacks", "missing_keys"), ("that the model lacks", "unexpected_keys")):
+        if names := getattr(unfit, keys, None):
+            rank_zero_warn(f"{name}.load_from_checkpoint(strict=False): weights {found}: {names}.")
 
 
 def _strictness(module: Any) -> bool | None:

@@ -80,7 +80,7 @@ def parse(
     """
     read = functools.partial(_scheduler, automatic=automatic, needs_step=automatic and not steps_schedulers)
     where = f"{owner}.configure_optimizers()"
-    if configured is None:
+    if _is_nothing(configured, automatic):
         return [], []
     items: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
     if items and all(_is_optimizer(item) for item in items):
@@ -100,6 +100,11 @@ def parse(
             '"lr_scheduler": ...}, or None.'
         ),
     )
+
+
+def _is_nothing(configured: object, automatic: bool) -> bool:
+    """Return whether no optimizer is wanted; an empty list says so where the module makes its own steps."""
+    return configured is None or (not automatic and isinstance(configured, (list, tuple)) and not configured)
 
 
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
@@ -252,7 +257,8 @@ def warn_of_none(optimizers: list[Any], owner: str) -> None:
     """Warn if there is no optimizer to train with."""
     if not optimizers:
         rank_zero_warn(
-            f"{owner}.configure_optimizers() returned None: nothing is trained.", fix="Return an optimizer to train."
+            f"{owner}.configure_optimizers() returned None or an empty list: nothing is trained.",
+            fix="Return an optimizer to train.",
         )
 
 

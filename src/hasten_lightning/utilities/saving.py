@@ -53,9 +53,10 @@ def is_folder(fs: AbstractFileSystem, path: PathLike, strict: bool = False) -> b
     return bool(fs.isdir(where) or (strict and fs.exists(where) and fs.ls(where)))
 
 
-def is_local(fs: AbstractFileSystem) -> bool:
-    """Return whether a file system is the local one."""
-    return "file" in fs.protocol
+def is_local(path: PathLike) -> bool:
+    """Return whether a path or URL is one of the local file system."""
+    head, is_url, _ = os.fspath(path).partition("://")
+    return not is_url or head == "file"
 
 
 def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) -> dict[str, Any]:
