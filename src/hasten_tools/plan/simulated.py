@@ -9,7 +9,7 @@ of FSDP2 call ``torch.chunk`` and ``torch.cat``. All are in the package that use
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,7 +80,7 @@ class _Pieces(NamedTuple):
     """A tensor that is divided evenly along a dimension."""
 
     whole: Tensor
-    count: int
+    number: int
     dim: int
 
 
@@ -94,17 +94,17 @@ class _TorchOfShards:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def chunk(self, whole: Tensor, count: int, dim: int) -> _Pieces:
-        return _Pieces(whole, count, dim)
+    def chunk(self, whole: Tensor, chunks: int, dim: int) -> _Pieces:
+        return _Pieces(whole, chunks, dim)
 
-    def cat(self, pieces: _Pieces | Sequence[Tensor], dim: int, *, out: Tensor | None = None) -> Tensor:
+    def cat(self, pieces: _Pieces | list[Tensor], dim: int, *, out: Tensor | None = None) -> Tensor:
         if not isinstance(pieces, _Pieces):
             return torch.cat(pieces, dim, out=out)
         if out is not None:
             return out
         shape = list(pieces.whole.shape)
-        shape[pieces.dim] //= pieces.count
-        shape[dim] *= pieces.count
+        shape[pieces.dim] //= pieces.number
+        shape[dim] *= pieces.number
         return pieces.whole.new_empty(shape)
 
 
