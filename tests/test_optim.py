@@ -548,6 +548,7 @@ def test_only_a_scheduler_that_the_loop_steps_is_said_to_step_once_per_epoch() -
 
     manual = Configured(one_cycle)
     manual.automatic_optimization = False
+    manual.on_train_epoch_end = lambda: manual.lr_schedulers().step()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*OneCycleLR")
         quiet().fit(manual, loader(8))

@@ -229,7 +229,7 @@ class Hooks:
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
-        if module is not None:
+        if module is not None and name in self._of_strategy:
             self._add_strategy(name, listeners)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
@@ -237,7 +237,7 @@ class Hooks:
 
     def _add_strategy(self, name: str, listeners: list[Call]) -> None:
         """Call the hook of the strategy after all others; the result stays that of the module."""
-        for own in self._of_strategy.get(name, []):
+        for own in self._of_strategy[name]:
             last = listeners.pop() if listeners else nothing
             listeners.append(functools.partial(_then, last, self._watched(f"[Strategy].{name}", own)))
 

@@ -124,6 +124,13 @@ def test_batches_and_loaders() -> None:
     assert data.has_len_all_ranks([1], hasten.Trainer(logger=False, enable_checkpointing=False).strategy)
     with pytest.warns(UserWarning, match="the list is empty"):
         assert data.has_len([])
+
+    class Counted(Endless):
+        def __len__(self) -> int:
+            return 3
+
+    with warned(UserWarning, says="`IterableDataset` has `__len__` defined"):
+        assert data.has_len(DataLoader(Counted()))
     with refused(ValueError, "local_world_size", fix="1"):
         utilities.suggested_max_num_workers(0)
     cores = len(os.sched_getaffinity(0))
@@ -284,8 +291,8 @@ def test_files_of_hyper_parameters(tmp_path: Path) -> None:
     with open(tmp_path / "a.ckpt", "rb") as file:
         assert saving.read(file, map_location="cpu")["x"].item() == 1
     system = saving.get_filesystem(tmp_path, auto_mkdir=True)
-    assert saving.is_local(system)
-    assert not saving.is_local(saving.get_filesystem("memory://x"))
+    assert saving.is_local(tmp_path)
+    assert not saving.is_local("memory://x")
     assert saving.is_folder(system, tmp_path)
     assert not saving.is_folder(system, tmp_path / "a.ckpt")
     assert not saving.is_folder(system, tmp_path / "no", strict=True)

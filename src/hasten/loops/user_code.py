@@ -595,16 +595,17 @@ class FirstEpoch:
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
         trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
         known, self.known = self.known, {}
-        found, own = [], set()
+        found: list[str] = []
+        own: set[int] = set()
         for name, part in module.named_modules():
-            own.update(part._parameters.values())
+            own.update(map(id, part._parameters.values()))
             # Normalization layers may keep their statistics on purpose.
             idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if idle and not trained.isdisjoint(part.parameters(recurse=False)):
                 found.append(name)
         lost = 0
         for each in trained:
-            lost += each not in own and id(each) in known
+            lost += id(each) not in own and id(each) in known
         if lost:
             rank_zero_warn(
                 f"{type(module).__name__}: {lost} parameters of the optimizers are no longer in the module: a "

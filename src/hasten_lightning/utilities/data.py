@@ -135,11 +135,21 @@ def has_iterable_dataset(dataloader: Iterable[Any]) -> bool:
 
 
 def has_len(dataloader: Iterable[Any]) -> bool:
-    """Return whether a loader has a length; warn if it is 0."""
+    """Return whether a loader has a length; warn if it is 0, or the word of an ``IterableDataset``."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"the {type(dataloader).__name__} is empty: it has no batches.")
+    if length is not None:
+        _warn_of_iterable_length(dataloader)
     return length is not None
+
+
+def _warn_of_iterable_length(dataloader: Iterable[Any]) -> None:
+    if has_iterable_dataset(dataloader):
+        rank_zero_warn(
+            "Your `IterableDataset` has `__len__` defined, which is wrong if several workers read the same samples.",
+            fix="Let each worker read its own part.",
+        )
 
 
 def has_len_all_ranks(
@@ -170,6 +180,7 @@ def has_len_all_ranks(
         if not allow_zero_length_dataloader_with_multiple_devices:
             raise RuntimeError(f"{message} Give each process at least one batch.")
         warnings.warn(message, stacklevel=2)
+    _warn_of_iterable_length(dataloader)
     return True
 
 

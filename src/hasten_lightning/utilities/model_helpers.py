@@ -119,6 +119,10 @@ class DeviceDtypeMixin(nn.Module):
         kinds = (t.dtype for t in (*self.parameters(), *self.buffers()) if t.is_floating_point())
         return next(kinds, torch.get_default_dtype())
 
+    @dtype.setter
+    def dtype(self, new_dtype: str | torch.dtype) -> None:
+        raise make_error(RuntimeError, "module.dtype is not assigned.", fix=f"Write module.to({new_dtype}).")
+
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Return the norm of each parameter's gradient, and of all together.
