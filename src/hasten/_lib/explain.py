@@ -360,19 +360,22 @@ def _of_datamodule(owner: object, name: str) -> str:
     return f"Set self.{name} in {kind.__name__}.setup(), which the Trainer calls before it asks for loaders."
 
 
+def _misses_init(kind: type, name: str) -> bool:
+    """Return whether the ``__init__`` of a class leaves out that of a base, which sets this attribute."""
+    own = vars(kind).get("__init__")
+    return (
+        own is not None
+        and "__init__" not in names_in(own)
+        and any(is_builtin(base) and name in names_in(vars(base).get("__init__", own)) for base in kind.__mro__[1:])
+    )
+
+
 def _attribute(_: re.Match[str], place: _Place) -> str:
     owner, name = getattr(place.error, "obj", None), getattr(place.error, "name", None)
     if not isinstance(name, str):
         return ""
     if not isinstance(owner, nn.Module):
-        own_init = vars(type(owner)).get("__init__")
-        if (
-            own_init is not None
-            and any(map(is_builtin, type(owner).__mro__[1:]))
-            and "__init__" not in names_in(own_init)
-        ):
-            return _without_init(type(owner))
-        return _of_datamodule(owner, name)
+        return _without_init(type(owner)) if _misses_init(type(owner), name) else _of_datamodule(owner, name)
     if "_modules" not in vars(owner):
         return _without_init(type(owner))
     own = [*vars(owner), *owner._modules, *owner._parameters, *owner._buffers, *vars(type(owner))]

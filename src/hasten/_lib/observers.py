@@ -30,9 +30,9 @@ def set_until(undo: ExitStack, entries: MutableMapping[str, Any], name: str, val
 def set_during(owner: object, /, **values: object) -> Iterator[None]:
     """Return a context in which attributes have other values."""
     before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():

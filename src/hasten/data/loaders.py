@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Sized
 from typing import Any, TypeVar, cast
 
 import torch
@@ -155,8 +155,8 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
 
 
 def _check_iterable(loader: Any, name: str) -> None:
-    is_table = hasattr(loader, "iloc")
-    if is_table or isinstance(loader, Mapping):
+    is_table = {"iloc", "columns"} <= {*dir(type(loader))}
+    if is_table or isinstance(loader, dict):
         raise WrongType(
             f"{name} is a {type(loader).__name__}, and iterating over it gives its "
             f"{'columns' if is_table else 'keys'}, not batches.",

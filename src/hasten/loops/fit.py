@@ -878,9 +878,10 @@ def _loader_ended_early(run: Run) -> None:
     """Complete an epoch whose loader ended before its length said."""
     progress = run.progress
     if not (progress.batch or run.conventions.mistakes_are_warnings):
-        # No later epoch would have any either, and a fit that counts steps would never end.
+        # A fit that counts steps would never end. On several processes, others may have batches.
+        endless = run.limits.max_epochs == math.inf and not run.runtime.several_processes
         name = f"Trainer.fit(), epoch {progress.epoch + 1}: train_dataloader"
-        run.data.train.refuse_empty(name, others_may_have=run.runtime.several_processes)
+        run.data.train.refuse_empty(name, is_last=endless)
     progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization
     if completes and run.optimizers:

@@ -370,8 +370,7 @@ def _optimizers_changed(run: Run) -> None:
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
     """Return a wrapper of ``optimizer`` whose steps count, for manual optimization and ``optimizer_step``."""
     step, progress = run.runtime.engine.make_step(optimizer), run.progress
-    look: FirstGradients | None = None
-    looked = False
+    look = None if run.module.automatic_optimization else _first_gradients(run, optimizer)
 
     def finish_by_hand() -> None:
         if run.runtime.engine.unscale is not None:
@@ -379,7 +378,9 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         run.hooks.on_before_optimizer_step(optimizer)
 
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:
-        nonlocal look, looked
+        nonlocal look
+        if look is not None:
+            look = look.before_step() if closure is None else None
         finish = run.window.finish_in_step if run.module.automatic_optimization else finish_by_hand
         if finish is not None and closure is None:
             finish()
@@ -389,9 +390,6 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         if not run.module.automatic_optimization:
             # Otherwise the loop counts, once optimizer_step has ended.
             progress.global_step += 1
-            if not looked:
-                look = look or _first_gradients(run, optimizer)
-                looked = look is None or not look.after_step()
         return result
 
     @contextmanager
@@ -409,7 +407,7 @@ def _first_gradients(run: Run, optimizer: Any) -> FirstGradients | None:
         return None
     from hasten.optim.manual import FirstGradients
 
-    return FirstGradients(optimizer, f"{type(run.module).__name__}.training_step")
+    return FirstGradients(optimizer, run.module)
 
 
 def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:

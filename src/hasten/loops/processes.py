@@ -174,7 +174,9 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
 
 
 def check_steps(run: Run) -> None:
-    """Check at the end of a run that all processes made as many steps; ``agree_on_end`` does so before each epoch.
+    """Check at the end of a run that all processes made as many steps, and warn of schedulers that made none.
+
+    ``agree_on_end`` compares the processes before each epoch.
 
     Raises:
         RuntimeError: they did not.

@@ -24,7 +24,7 @@ from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loader_parts import samplers_of
 from hasten.data.loaders import SideStream, prepare, with_seeded_workers
 from hasten.data.memory.resident import is_resident
-from hasten.data.resume.stream import CombinedStream, Stream, nothing_read
+from hasten.data.resume.stream import CombinedStream, Stream, nothing_read, reads_once
 from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides, redefines
@@ -278,12 +278,21 @@ class StageData:
         """The only stream, of training."""
         return self.load()[0]
 
-    def refuse_empty(self, name: str, *, others_may_have: bool) -> None:
-        """Raise for training data that had no batch to give; that of other processes may have some in another epoch."""
+    def refuse_empty(self, name: str, *, is_last: bool) -> None:
+        """Raise for training data that had no batch to give, and will have none; warn if later epochs may have some.
+
+        Args:
+            name: what to call it in the message.
+            is_last: whether no later epoch can have any, or would be without end.
+
+        """
+        if self._allows_empty():
+            return
         loader = self.stream.loader
-        if not others_may_have or isinstance(loader, Iterator):
-            what, fix = nothing_read(loader, name)
+        what, fix = nothing_read(loader, name)
+        if is_last or reads_once(loader):
             raise MisconfigurationException(what, fix=fix, argument="train_dataloaders")
+        rank_zero_warn(what, fix=fix)
 
     def begin(self) -> None:
         """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""

@@ -378,11 +378,11 @@ def warn_of_second_fit(run: Run) -> None:
 
 def warn_of_idle_schedulers(run: Run) -> None:
     """Warn of schedulers that a fit with manual optimization has never stepped."""
-    for config in run.schedulers if run.progress.epochs_done else ():
+    for config in run.schedulers if run.progress.epochs_done and not run.arguments.fast_dev_run else ():
         if getattr(config.scheduler, "last_epoch", 1) == 0:
             rank_zero_warn(
-                f"{type(run.module).__name__}: {type(config.scheduler).__name__} was never stepped, so the learning "
-                "rate stayed the same: with manual optimization the Trainer steps no scheduler.",
+                f"{type(run.module).__name__}: {type(config.scheduler).__name__} was not stepped in this fit: with "
+                "manual optimization the Trainer steps no scheduler.",
                 PossibleUserWarning,
                 fix="Call self.lr_schedulers().step() in training_step, or in on_train_epoch_end.",
             )

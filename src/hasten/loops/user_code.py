@@ -31,7 +31,7 @@ from hasten._lib.errors import (
 from hasten._lib.explain import describe_batch, explain, explain_graph
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
-from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
+from hasten._lib.tree import call_own_train, is_sharded, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from, is_builtin, module_of, source_file
@@ -218,7 +218,7 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
     """Check that the optimizers train parameters of the module."""
     module, owner = run.module, type(run.module).__name__
     own = {id(parameter): parameter for parameter in module.parameters()}
-    run.observers.first_epoch.known = own
+    run.observers.first_epoch.expect(own)
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
         outside = [parameter for parameter in parameters if id(parameter) not in own]
@@ -560,6 +560,23 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
         )
 
 
+def _warn_of_new_parameters(module: nn.Module, known: Mapping[int, nn.Parameter], trained: set[nn.Parameter]) -> None:
+    """Warn of layers that have taken the place of trained ones since the optimizers were made."""
+    if any(map(is_sharded, trained)):
+        return  # While a forward has the whole ones, those of the optimizers are not in the module.
+    new = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known and parameter not in trained
+    ]
+    if new:
+        rank_zero_warn(
+            f"{type(module).__name__}: a hook has replaced layers after configure_optimizers(), and the new ones are "
+            f"not trained ({', '.join(new[:_NAMED])}).",
+            fix="Replace layers in __init__, configure_model or setup.",
+        )
+
+
 class FirstEpoch:
     """Checks for mistakes in the first epoch of a fit, before its first batch and after its last."""
 
@@ -568,7 +585,12 @@ class FirstEpoch:
         self._in_eval_mode: set[nn.Module] = set()
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
         # The parameters of the module when its optimizers were made, by id.
-        self.known: Mapping[int, Any] = {}
+        self._known: Mapping[int, nn.Parameter] = {}
+
+    def expect(self, parameters: Mapping[int, nn.Parameter]) -> None:
+        """Note the parameters of the module, by id, when its optimizers were made."""
+        if not self._begun:
+            self._known = parameters
 
     def before_start(self, run: Run) -> None:
         """Record the parts in eval mode before training; parts that hooks or their own train() switch are intended."""
@@ -594,7 +616,7 @@ class FirstEpoch:
             self._warn_of_interval(run)
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
         trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
-        known, self.known = self.known, {}
+        known, self._known = self._known, {}
         found: list[str] = []
         own: set[int] = set()
         for name, part in module.named_modules():
@@ -603,15 +625,8 @@ class FirstEpoch:
             idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if idle and not trained.isdisjoint(part.parameters(recurse=False)):
                 found.append(name)
-        lost = 0
-        for each in trained:
-            lost += id(each) not in own and id(each) in known
-        if lost:
-            rank_zero_warn(
-                f"{type(module).__name__}: {lost} parameters of the optimizers are no longer in the module: a "
-                "hook has replaced layers after configure_optimizers(), and the new ones are not trained.",
-                fix="Replace layers in __init__, configure_model or setup.",
-            )
+        if (set(map(id, trained)) - own) & known.keys():
+            _warn_of_new_parameters(module, known, trained)
         if found:
             # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)
@@ -642,11 +657,11 @@ class FirstEpoch:
             _warn_of_broadcast_losses(run.module, self._broadcast)
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
-        stepped = run.progress.global_step or run.module.automatic_optimization or not run.optimizers
-        if not self._ended and not stepped and run.progress.total_batches:
+        by_hand = run.optimizers and not (run.module.automatic_optimization or run.arguments.fast_dev_run)
+        if by_hand and not run.progress.global_step and not self._ended and run.progress.total_batches:
             rank_zero_warn(
-                f"{type(run.module).__name__}.training_step has called step() of none of the optimizers in "
-                f"{run.progress.total_batches} batches: nothing is trained, and global_step stays 0.",
+                f"{type(run.module).__name__}.training_step has not called step() of self.optimizers() in "
+                f"{run.progress.total_batches} batches, so global_step stays 0.",
                 PossibleUserWarning,
                 fix="With manual optimization, call self.optimizers().step() after self.manual_backward(loss).",
             )

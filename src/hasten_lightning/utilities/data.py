@@ -135,7 +135,7 @@ def has_iterable_dataset(dataloader: Iterable[Any]) -> bool:
 
 
 def has_len(dataloader: Iterable[Any]) -> bool:
-    """Return whether a loader has a length; warn if it is 0, or the word of an ``IterableDataset``."""
+    """Return whether a loader has a length; warn if it is 0, or if an ``IterableDataset`` defines it."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"the {type(dataloader).__name__} is empty: it has no batches.")

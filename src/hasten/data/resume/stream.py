@@ -47,13 +47,23 @@ _END: Any = object()
 
 def nothing_read(loader: Iterable[Any], name: str) -> tuple[str, str]:
     """Return what is wrong with a loader that had no batch to give, and what to write instead."""
-    kind = type(users_dataset(loader) if isinstance(loader, DataLoader) else loader).__name__
-    if isinstance(loader, Iterator):
+    if reads_once(loader):
         return (
-            f"{name} gave no batches: it is a {kind}, which can be read once and is at its end.",
-            "Give a DataLoader, a list of batches, or an object whose __iter__() begins anew.",
+            f"{name} gave no batches: it is a {type(loader).__name__}, which has been read to its end.",
+            "Give a DataLoader, a list of batches, or an object whose __iter__() starts from the beginning.",
         )
-    return f"{name} gave no batches: the {kind} ended at once.", f"Let {kind}.__iter__() begin anew at each call."
+    if not isinstance(loader, DataLoader) or not is_iterable(loader):
+        return f"{name} gave no batches.", "Give data, and a sampler, that have samples in each epoch."
+    kind = type(users_dataset(loader)).__name__
+    return (
+        f"{name} gave no batches: the {kind} has too few samples for one.",
+        f"Make {kind}.__iter__() start from the beginning each time it is called.",
+    )
+
+
+def reads_once(loader: Iterable[Any]) -> bool:
+    """Return whether a loader is an iterator, such as a generator, whose batches can be read once."""
+    return isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader) and iter(loader) is loader
 
 
 class Stream:
