@@ -759,7 +759,7 @@ def loss_of(output: object, run: Run) -> Tensor | None:
         number = " Do not convert it with .item() or float()." if isinstance(loss, float) else ""
         raise MisconfigurationException(
             f"{step} returned {_describe(loss)};",
-            fix=f"return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
+            fix=f"Return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
         )
     if run.window.skipped_batches == 0:
         rank_zero_warn(
