@@ -758,7 +758,7 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     if loss is not None:
         number = " Do not convert it with .item() or float()." if isinstance(loss, float) else ""
         raise MisconfigurationException(
-            f"{step} returned {_describe(loss)};",
+            f"{step} returned {_describe(loss)}.",
             fix=f"Return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
         )
     if run.window.skipped_batches == 0:
