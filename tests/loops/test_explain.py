@@ -103,7 +103,7 @@ OTHER_BATCHES = "for some batches of an accumulation and not for others"
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (lambda loss, _: loss.item(), r"return the loss \(a tensor\).*Do not convert it with \.item\(\)"),
+        (lambda loss, _: loss.item(), r"Return the loss \(a tensor\).*Do not convert it with \.item\(\)"),
         (lambda loss, _: {"loss": loss, "loss_weight": -1}, r"'loss_weight': -1\}\. Use how many samples"),
         (lambda loss, _: {"loss": loss, "loss_weight": math.nan}, "'loss_weight': nan"),
         (lambda loss, _: {"loss": loss, "loss_weight": torch.tensor(-1.0)}, r"'loss_weight': tensor\(-1\.\)"),

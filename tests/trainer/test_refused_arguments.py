@@ -107,7 +107,7 @@ def test_removed_hooks_are_refused_by_the_calls_that_would_have_called_them() ->
         (lambda loss: {"loss": loss.item()}, "must be a tensor"),
         (lambda loss: loss.detach(), "does not require grad"),
         (lambda loss: loss.repeat(3), "scalar"),
-        (lambda loss: "loss", "return the loss"),
+        (lambda loss: "loss", "Return the loss"),
     ],
 )
 def test_wrong_losses_are_refused_by_name(returns: Any, words: str) -> None:
