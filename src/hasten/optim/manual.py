@@ -52,7 +52,7 @@ class FirstGradients:
             )
 
     def _clears(self) -> bool:
-        """Return whether the program sets something to zero: ``.grad.data`` has a version of its own."""
+        """Return whether code of the program zeroes a tensor: ``grad.data.zero_()`` leaves the version of ``grad``."""
         kind = type(self._owner)
         functions = functions_reached(getattr(kind, name, None) for name in dir(kind))
         return any("zero_" in name for function in functions for name in names_in(function))
