@@ -27,6 +27,7 @@ from hasten._lib.explain import remedy_for
 from hasten._lib.tree import leaves
 from hasten.data.first_samples import SAME, compare, digest_of, number_to_compare
 from hasten.data.loader_parts import is_iterable, length_of, samplers_of, shut_down, with_attributes
+from hasten.data.resume.stream import reads_once
 from hasten.extend.origin import module_of, package_of
 from hasten.logged_value import batch_size_of
 from hasten.loops.run_data import HOOK_OF, StageData
@@ -99,7 +100,7 @@ def one_pass(loader: Iterable[Any]) -> str:
         ('a generator', '')
 
     """
-    if isinstance(loader, Iterator):
+    if reads_once(loader):
         return f"a {type(loader).__name__}"
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not is_iterable(loader):
