@@ -97,7 +97,7 @@ def _share(owner: str, name: str, value: Any, *, allow_none: bool = False) -> in
         return None
     allowed = "a number of batches (int, at least 0) or a share (float, 0.0 to 1.0)"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongType(f"{owner}({name}={value!r}):", fix=f"use {allowed}, not {type(value).__name__}.", argument=name)
+        raise check.wrong_type(owner, name, value, allowed)
     value = value if 0 <= value <= 1 else _as_whole(value)
     if value < 0 or (isinstance(value, float) and not value <= 1.0):
         raise check.wrong(owner, name, value, allowed)
@@ -221,7 +221,9 @@ def _not_a_callback(owner: str, name: str, value: object) -> WrongType:
     hint = " Give an object, such as hasten.callbacks.EarlyStopping('val_loss')." if what == "str" else ""
     if any(hook.startswith("on_") and hasattr(Callback, hook) for hook in dir(kind)):
         hint = f" Write class {kind.__name__}(hasten.Callback), and give an object of it."
-    return WrongType(f"{owner}({name}=[...]): {value!r} is a {what}, not a hasten.Callback.", fix=hint, argument=name)
+    return WrongType(
+        f"{owner}({name}=[...]): {check.shown(value)} is a {what}, not a hasten.Callback.", fix=hint, argument=name
+    )
 
 
 def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:
@@ -244,7 +246,7 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     value = check.as_list(value)
     loggers = list(value) if isinstance(value, (list, tuple)) else [value]
     for logger in loggers:
-        written = logger.__name__ if isinstance(logger, type) else repr(logger)
+        written = logger.__name__ if isinstance(logger, type) else check.shown(logger)
         if not hasattr(logger, "log_metrics"):
             near = nearest(logger, _LOGGERS) if isinstance(logger, str) else None
             hint = f" Write logger=hasten.loggers.{_LOGGERS[near]}(...)." if near is not None else ""
@@ -590,7 +592,7 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
                 )
         elif unit == "time":
             raise WrongType(
-                f"Trainer({name}={value!r}):",
+                f"Trainer({name}={check.shown(value)}):",
                 fix=f"use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, not {type(value).__name__}.",
                 argument=name,
             )

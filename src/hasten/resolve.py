@@ -208,7 +208,7 @@ def _plugins(
         if kind is None:
             hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
             raise WrongType(
-                f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin.",
+                f"{owner}(plugins=[...]): {check.shown(plugin)} is not a plugin.",
                 fix=(
                     "Use objects of the classes in hasten.plugins: a Precision, a CheckpointIO, a ClusterEnvironment "
                     f"or a LayerSync.{hint}"
@@ -290,7 +290,7 @@ def _kinds() -> dict[str, type[Accelerator]]:
 def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if isinstance(accelerator, Accelerator):
         return accelerator
-    given = f"{owner}(accelerator={accelerator!r})"
+    given = f"{owner}(accelerator={check.shown(accelerator)})"
     if accelerator is not None and not isinstance(accelerator, str):
         raise _wrong_accelerator(accelerator, owner)
     name = "auto" if accelerator is None else accelerator.lower()
@@ -329,7 +329,7 @@ def _wrong_accelerator(accelerator: object, owner: str) -> WrongType:
         return WrongType(f"{owner}(accelerator={name}): that is a class.", fix=f"Write {name}().", argument=argument)
     allowed, kind = _listed(_present_accelerators()), type(accelerator).__name__
     fix = f"use one of {allowed}, or an Accelerator, not {kind}."
-    return WrongType(f"{owner}(accelerator={accelerator!r}):", fix=fix, argument=argument)
+    return WrongType(f"{owner}(accelerator={check.shown(accelerator)}):", fix=fix, argument=argument)
 
 
 def _why_no_accelerator(shown: str, name: str) -> tuple[str, str]:
@@ -428,7 +428,7 @@ def _strategy(
     else:
         kind = type(strategy).__name__
         raise WrongType(
-            f"{owner}(strategy={strategy!r}):",
+            f"{owner}(strategy={check.shown(strategy)}):",
             fix=f"use a name such as 'ddp', or a Strategy object, not {kind}.",
             argument="strategy",
         )
@@ -642,7 +642,7 @@ def _precision_name(precision: Any, owner: str) -> str:
             return name
     from hasten.precision.bitsandbytes import MODES
 
-    given = f"{owner}(precision={precision!r})"
+    given = f"{owner}(precision={check.shown(precision)})"
     if not written:
         fix = f"use one of {_listed(PRECISIONS)}, not {type(precision).__name__}."
         raise WrongType(f"{given}:", fix=fix, argument="precision")

@@ -374,10 +374,10 @@ class XLAFSDPStrategy(OneProcess):
                 fix="Leave it out.",
                 argument="auto_wrap_policy",
             )
-        if state_dict_type != "full":
+        if not (isinstance(state_dict_type, str) and state_dict_type == "full"):
             raise make_error(
                 ValueError,
-                f"XLAFSDPStrategy(state_dict_type={state_dict_type!r}): one process saves whole files.",
+                f"XLAFSDPStrategy(state_dict_type={check.shown(state_dict_type)}): one process saves whole files.",
                 fix="Use 'full'.",
                 argument="state_dict_type",
             )
@@ -566,11 +566,12 @@ def _take_chip(device: torch.device) -> torch.device:
 
 
 def _classes(policy: object) -> tuple[type[nn.Module], ...]:
-    given = () if policy is None else (policy,) if isinstance(policy, type) else policy
-    if not isinstance(given, Collection) or not all(isinstance(k, type) and issubclass(k, nn.Module) for k in given):
+    given: Any = () if policy is None else (policy,) if isinstance(policy, type) else policy
+    is_listed = isinstance(given, (set, frozenset, list, tuple))
+    if not is_listed or not all(isinstance(k, type) and issubclass(k, nn.Module) for k in given):
         raise make_error(
             TypeError,
-            f"XLAFSDPStrategy(activation_checkpointing_policy={policy!r}):",
+            f"XLAFSDPStrategy(activation_checkpointing_policy={check.shown(policy)}):",
             fix="use a set of module classes, such as {torch.nn.TransformerEncoderLayer}.",
             argument="activation_checkpointing_policy",
         )

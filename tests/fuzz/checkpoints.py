@@ -112,6 +112,8 @@ def changed(contents: Any, place: tuple[Any, ...], value: Any) -> Any:
     if not place:
         return value
     first, *rest = place
+    if not isinstance(contents, (dict, list, tuple)):  # an earlier change has taken this place
+        return contents
     new = dict(contents) if isinstance(contents, dict) else list(contents)
     if first not in (new if isinstance(new, dict) else range(len(new))):
         return contents

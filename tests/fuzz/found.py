@@ -25,6 +25,7 @@ class Row(NamedTuple):
 
 _SEVERAL = numpy.array([1, 2])
 _WIDE = torch.zeros(3, 3)
+_LINES = torch.optim.SGD([torch.zeros(1)], 0.1)  # its text has twelve lines
 # Arguments that took any value, whose error named none, or whose message had many lines.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "AdvancedProfiler": {"dump_stats": "", "filename": 7, "dirpath": ()},
@@ -82,6 +83,39 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "WeightAveraging": {"use_buffers": "nan"},
     "XLAProfiler": {"port": _WIDE},
 }  # fmt: skip
+# Texts of several lines in a message, tensors and arrays where a text or a number is compared, and numbers that 64 bits
+# do not hold.
+_MORE_ARGUMENTS = (
+    *(("Trainer", name, _LINES) for name in ("accelerator", "callbacks", "compile", "limit_train_batches", "logger")),
+    *(("Trainer", name, _LINES) for name in ("max_time", "overfit_batches", "plugins", "precision", "strategy")),
+    *(("Fabric", name, _LINES) for name in ("accelerator", "compile", "loggers", "plugins", "precision", "strategy")),
+    *(("FSDPStrategy", name, _LINES) for name in ("activation_checkpointing", "activation_checkpointing_policy")),
+    *(("FSDPStrategy", name, _LINES) for name in ("auto_wrap_policy", "cpu_offload", "device_mesh", "mixed_precision")),
+    *(("MeshStrategy", name, [_WIDE]) for name in ("ignored_modules", "ignored_parameters")),
+    *(("MeshStrategy", name, _SEVERAL) for name in ("cpu_offload", "ignored_modules", "plan", "replicate")),
+    ("MeshStrategy", "pipeline", 2**63),
+    ("ModelParallelStrategy", "parallelize_fn", _LINES),
+    *(("XLAFSDPStrategy", "activation_checkpointing_policy", value) for value in (_LINES, "")),
+    *(("XLAFSDPStrategy", "state_dict_type", value) for value in (_LINES, _SEVERAL)),
+    *(("EarlyStopping", name, _WIDE) for name in ("stopping_threshold", "divergence_threshold")),
+    ("FSDPPrecision", "device", ""),
+    ("Fabric", "compile", _SEVERAL),
+    ("GradientAccumulationScheduler", "scheduling", _LINES),
+    ("LengthBatchSampler", "multiple_of", 2**63),
+    ("LengthBatchSampler", "sampler", ""),
+    ("LengthBatching", "key", []),
+    ("LengthBatching", "reorder", [[1]]),
+    ("ModelPruning", "parameters_to_prune", ""),
+    ("OnExceptionCheckpoint", "filename", _LINES),
+    ("PackedBatchSampler", "max_length", 2**63),
+    ("PyTorchProfiler", "table_kwargs", {2: 1}),
+    *(("ResidentLoader", "batch_size", value) for value in (None, _LINES)),
+    *(("ResidentLoader", "dataset", value) for value in ({2: 1}, torch.nn.Sequential())),
+    ("SLURMEnvironment", "requeue_signal", _LINES),
+    ("TokenBatchSampler", "multiple_of", 2**63),
+    ("TokenBatchSampler", "num_replicas", _LINES),
+    ("UploadedCheckpointIO", "url", _LINES),
+)
 _TEMPLATES = (
     *("{epoch:c}", "{epoch:99999}", "{epoch:999999999999}", "{epoch:.400f}", "{val_loss:.2f}", "\ud800"),
     *("x" * 300, "a\\" + "x" * 300, "日" * 100),
@@ -169,6 +203,8 @@ _IMPORTS = "import torch\nimport hasten as L\n"
 _EJECTED = (*(f'"""A{sign}program."""\n{_IMPORTS}{PROGRAM}' for sign in ("\x0c", "\x85", "\u2028", "\x1c")),)
 ROWS = [
     *(Row("arguments", (kind, {name: value})) for kind, given in _ARGUMENTS.items() for name, value in given.items()),
+    *(Row("arguments", (kind, {name: value})) for kind, name, value in _MORE_ARGUMENTS),
+    Row("arguments", ("TokenBatchSampler", {"num_replicas": "", "rank": ""})),
     *(Row("templates", (template, 55296, 1e300, inserts)) for template in _TEMPLATES for inserts in (True, False)),
     *(Row("durations", one) for one in _DURATIONS),
     *(Row("csv", one) for one in _TABLES),

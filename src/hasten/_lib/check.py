@@ -70,7 +70,7 @@ def whole(
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise _wrong_type(owner, name, value, allowed, error) from None
+        raise wrong_type(owner, name, value, allowed, error=error) from None
     if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
         raise wrong(owner, name, value, allowed, error=error)
     return number  # type: ignore[return-value]
@@ -106,7 +106,7 @@ def number(
         "a number", unit, allow_none, at_least=at_least, at_most=at_most, above=above, below=below
     )
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise _wrong_type(owner, name, value, allowed, error)
+        raise wrong_type(owner, name, value, allowed, error=error)
     given = _as_float(value)
     fits = (
         not math.isnan(given)
@@ -169,7 +169,7 @@ def instance(
     """Return ``value`` if it is an instance of one of ``kinds``, which ``allowed`` describes. See ``whole``."""
     if isinstance(value, kinds) or (value is None and allow_none):
         return value
-    raise _wrong_type(owner, name, value, allowed + (", or None" if allow_none else ""), error)
+    raise wrong_type(owner, name, value, allowed + (", or None" if allow_none else ""), error=error)
 
 
 def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
@@ -210,7 +210,8 @@ def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "",
     return make_error(error or MisconfigurationException, what, fix=fix, argument=name)
 
 
-def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Error) -> Exception:
+def wrong_type(owner: str, name: str, value: object, allowed: str, *, error: _Error = None) -> Exception:
+    """Return the exception for a value of a wrong type. See ``wrong``."""
     given = "" if value is None else f", not {type(value).__name__}"
     what = f"{owner}({name}={shown(value)}):"
     return make_error(error or WrongType, what, fix=f"use {allowed}{given}.", argument=name)
@@ -282,7 +283,7 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
         # Most are of the class itself: a call less.
         if type(value) not in kinds and not _is_one_of(kinds, value):
             allowed = " or ".join(dict.fromkeys(_TEXTS.get(kind, f"a {kind.__name__}") for kind in kinds))
-            raise _wrong_type(owner, name, value, allowed + ", or None" * annotation.endswith("| None"), None)
+            raise wrong_type(owner, name, value, allowed + ", or None" * annotation.endswith("| None"))
         if os.PathLike in kinds:
             path(owner, name, value)
 

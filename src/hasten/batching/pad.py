@@ -25,6 +25,8 @@ MASK_KEY = "attention_mask"
 # Fields that a model can make itself, and fields with a known padding value.
 REBUILT_KEYS = ("position_ids",)
 KNOWN_KEYS = ("input_ids", "token_type_ids", "labels")
+# The longest row that can be asked for: its tokens, and a multiple of them, fit in 64 bits.
+MOST_TOKENS = 2**40
 # Number of distinct lengths in the search for the best widths; with more, lengths are rounded first.
 CANDIDATES = 1024
 # torch.nn.functional.cross_entropy ignores this label.
@@ -371,9 +373,11 @@ def check_lengths(owner: str, lengths: Sequence[int] | Tensor) -> Tensor:
 
 def check_multiple_of(owner: str, multiple_of: int | Sequence[int] | None) -> None:
     """Check a ``multiple_of``: None, a number, or the widths to choose from."""
-    numbers = multiple_of if isinstance(multiple_of, (list, tuple)) else [multiple_of]
+    numbers: list[Any] = list(multiple_of) if isinstance(multiple_of, (list, tuple)) else [multiple_of]
     are_whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
-    if multiple_of is not None and not (are_whole and numbers and min(numbers) >= 1):
+    if multiple_of is not None and not (
+        are_whole and numbers and all(1 <= number <= MOST_TOKENS for number in numbers)
+    ):
         allowed = "a number of tokens such as 8 or 64, widths to choose from such as (64, 128, 256), or None"
         error = None if are_whole else TypeError
         raise check.wrong(owner, "multiple_of", multiple_of, allowed, error=error)

@@ -96,7 +96,8 @@ class LengthBatching:
                 raise make_error(
                     TypeError, f"{owner}({name}={value!r}):", fix=f"give several: {name}=({value!r},).", argument=name
                 )
-        if not set(self.reorder) <= set(STAGES):
+        check.instance(owner, "key", self.key, Hashable, "a key of a batch, or a position in it")
+        if not all(isinstance(stage, str) and stage in STAGES for stage in self.reorder):
             allowed = f"some of {', '.join(map(repr, STAGES))} (predictions keep the order of the data)"
             raise check.wrong(owner, "reorder", tuple(self.reorder), allowed)
 

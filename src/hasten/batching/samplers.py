@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
-from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
+from hasten.batching.pad import MOST_TOKENS, all_rounded_up, check_lengths, check_multiple_of, widths_for
 from hasten.data.loader_parts import drawn_generator, shared_random_numbers
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
@@ -53,12 +53,13 @@ class PlannedBatches(Sampler[list[int]]):
         check.declared(PlannedBatches.__init__, locals())
         check.whole(owner, "seed", seed, allow_none=True)
         if num_replicas is not None and rank is not None:
+            check.whole(owner, "num_replicas", num_replicas, at_least=1)
             check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)
             self.num_replicas, self.rank = num_replicas, rank
         elif (num_replicas is None) != (rank is None):
             raise make_error(
                 ValueError,
-                f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}):",
+                f"{owner}(num_replicas={check.shown(num_replicas)}, rank={check.shown(rank)}):",
                 fix="give both or neither.",
                 argument="num_replicas",
             )
@@ -267,6 +268,7 @@ class LengthBatchSampler(PlannedBatches):
         self.batch_size = check.whole(owner, "batch_size", batch_size, at_least=1, unit="samples")
         self.window = check.whole(owner, "window", window, at_least=1, unit="batches")
         check_multiple_of(owner, multiple_of)
+        check.declared(LengthBatchSampler.__init__, locals())
         if sampler is not None and not hasattr(sampler, "__len__"):
             raise make_error(
                 TypeError,
@@ -389,7 +391,9 @@ class TokenBatchSampler(PlannedBatches):
         owner = "TokenBatchSampler"
         self.max_tokens = check.whole(owner, "max_tokens", max_tokens, at_least=1, unit="tokens")
         self.shapes = check.whole(owner, "shapes", shapes, at_least=1, unit="widths")
-        self.multiple_of = check.whole(owner, "multiple_of", multiple_of, at_least=1, unit="tokens")
+        self.multiple_of = check.whole(
+            owner, "multiple_of", multiple_of, at_least=1, at_most=MOST_TOKENS, unit="tokens"
+        )
         self.max_batch_size = check.whole(
             owner, "max_batch_size", max_batch_size, at_least=1, unit="samples", allow_none=True
         )
@@ -469,7 +473,7 @@ class PackedBatchSampler(PlannedBatches):
     ) -> None:
         super().__init__(lengths, shuffle, drop_last, seed, generator, num_replicas, rank, repeat)
         owner = "PackedBatchSampler"
-        self.max_length = check.whole(owner, "max_length", max_length, at_least=1, unit="tokens")
+        self.max_length = check.whole(owner, "max_length", max_length, at_least=1, at_most=MOST_TOKENS, unit="tokens")
         self.rows = check.whole(owner, "rows", rows, at_least=1, unit="rows")
         self._fits("max_length", max_length)
         grain = max(1, int(self.lengths.double().mean()) // GRAIN)

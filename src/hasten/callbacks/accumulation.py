@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         if not isinstance(scheduling, dict) or not scheduling:
             raise make_error(
                 TypeError,
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}):",
+                f"GradientAccumulationScheduler(scheduling={check.shown(scheduling)}):",
                 fix="give a dict of epoch to number of batches, for instance {0: 8, 4: 2}.",
                 argument="scheduling",
             )

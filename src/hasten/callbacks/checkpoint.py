@@ -843,7 +843,7 @@ class OnExceptionCheckpoint(Checkpoint):
         if not isinstance(filename, str) or not filename:
             raise make_error(
                 ValueError,
-                f"OnExceptionCheckpoint(filename={filename!r}):",
+                f"OnExceptionCheckpoint(filename={check.shown(filename)}):",
                 fix=f"give a name without {self.FILE_EXTENSION}, for instance 'on_exception'.",
                 argument="filename",
             )

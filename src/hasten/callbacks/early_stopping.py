@@ -96,11 +96,14 @@ class EarlyStopping(Callback):
         warn_of_mode(owner, monitor, mode)
         self.patience = check.whole(owner, "patience", patience, at_least=0, unit="checks", error=error)
         check.number(owner, "min_delta", min_delta, error=error)
-        for name, threshold in (
-            ("stopping_threshold", stopping_threshold),
-            ("divergence_threshold", divergence_threshold),
-        ):
+        given: dict[str, Any] = {
+            "stopping_threshold": stopping_threshold,
+            "divergence_threshold": divergence_threshold,
+        }
+        for name, threshold in given.items():
             check.instance(owner, name, threshold, numbers, "a number", allow_none=True, error=error)
+            if isinstance(threshold, Tensor) and threshold.numel() != 1:
+                raise check.wrong(owner, name, threshold, "a number", error=error)
         # Has the sign of the comparison: value - min_delta must be better than the best score.
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.verbose = verbose

@@ -105,9 +105,9 @@ class ModelPruning(Callback):
                 check.callable_(owner, name, decision, allowed=allowed, error=error)
         for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
             check.whole(owner, name, number, allow_none=True, error=error)
-        allowed, kinds = "a list of (module, name)", (Iterable, nn.Module)
-        parameters_to_prune = () if parameters_to_prune is None else parameters_to_prune
-        check.instance(owner, "parameters_to_prune", parameters_to_prune, kinds, allowed, error=error)
+        allowed, kinds = "a list of (module, name)", (list, tuple, Iterator, nn.Module)
+        requested: Parameters = () if parameters_to_prune is None else parameters_to_prune
+        check.instance(owner, "parameters_to_prune", requested, kinds, allowed, error=error)
         for name in parameter_names or ():
             check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
         if not callable(amount):
@@ -118,8 +118,8 @@ class ModelPruning(Callback):
         self._use_global_unstructured = use_global_unstructured
         self._options: dict[str, Any] = {}
         self.pruning_fn = self._find_pruning_fn(pruning_fn, pruning_dim, pruning_norm)
-        self._requested = parameters_to_prune
-        self._parameters_to_prune = parameters_to_prune
+        self._requested = requested
+        self._parameters_to_prune = requested
         self._parameter_names = parameter_names or list(self.PARAMETER_NAMES)
         self.amount = amount
         self._apply_pruning = apply_pruning

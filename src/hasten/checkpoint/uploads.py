@@ -156,7 +156,7 @@ class UploadedCheckpointIO(files.CheckpointIO):
 def _checked_url(owner: str, url: str) -> str:
     if not isinstance(url, str) or "://" not in url:
         fix = "give a URL, for instance 's3://bucket/run'."
-        raise MisconfigurationException(f"{owner}(url={url!r}):", fix=fix, argument="url")
+        raise MisconfigurationException(f"{owner}(url={check.shown(url)}):", fix=fix, argument="url")
     fsspec = need("fsspec", purpose=f"A checkpoint at {url}")
     protocol = url.partition("://")[0]
     try:

@@ -132,7 +132,7 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
         return None
     if isinstance(value, CompileSettings):
         return value
-    if value is True or value in ("regional", "step"):
+    if value is True or (isinstance(value, str) and value in ("regional", "step")):
         return _checked(owner, CompileSettings(regional=value == "regional", step=value == "step"))
     if isinstance(value, Mapping):
         return _checked(owner, _from_options(owner, dict(value)))
@@ -146,9 +146,7 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
     allowed = "True, False, 'regional', 'step', or a dict of torch.compile's options"
     if isinstance(value, str):
         raise check.wrong(owner, "compile", value, allowed, hint=did_you_mean(value, ("regional", "step", "True")))
-    raise make_error(
-        TypeError, f"{owner}(compile={value!r}):", fix=f"use {allowed}, not {type(value).__name__}.", argument="compile"
-    )
+    raise check.wrong_type(owner, "compile", value, allowed, error=TypeError)
 
 
 def _checked(owner: str, settings: CompileSettings) -> CompileSettings:

@@ -142,7 +142,7 @@ class Fabric(RuntimeView):
         if wrong is not None:
             raise make_error(
                 TypeError,
-                f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.",
+                f"Fabric(loggers=...): {check.shown(wrong)} is not a logger: it has no method log_metrics.",
                 argument="loggers",
             )
         self._optimizers: list[FabricOptimizer] = []

@@ -275,7 +275,7 @@ class SLURMEnvironment(_ExternalCluster):
             if self.requeue_signal is None or self.requeue_signal.name in ("SIGKILL", "SIGSTOP", "SIGINT"):
                 raise make_error(
                     ValueError,
-                    f"SLURMEnvironment(requeue_signal={requeue_signal!r}):",
+                    f"SLURMEnvironment(requeue_signal={check.shown(requeue_signal)}):",
                     fix=(
                         "use a signal that a program can handle, such as signal.SIGUSR1, and name it in #SBATCH "
                         "--signal=USR1@120."

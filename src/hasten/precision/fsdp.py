@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hasten._lib import check
+from hasten._lib.device import as_device
 from hasten.precision.base import DefaultType, Precision, T, to_floating
 from hasten.precision.builtin import check_bfloat16, scaler_for
 
@@ -46,8 +47,9 @@ class FSDPPrecision(Precision):
         check.declared(FSDPPrecision.__init__, locals())
         check.one_of("FSDPPrecision", "precision", precision, get_args(Name))
         self.precision = precision
-        self.scaler = scaler_for("FSDPPrecision", precision, scaler, device)
-        self.device = torch.device(device).type
+        named = as_device("FSDPPrecision", device)
+        self.device = device if named is None else named.type
+        self.scaler = scaler_for("FSDPPrecision", precision, scaler, self.device)
         dtype = _TYPES[precision.partition("-")[0]]
         self._mixed = precision.endswith("-mixed")
         # In what gathered parameters compute, where that is not their own type.

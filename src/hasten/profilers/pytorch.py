@@ -383,7 +383,7 @@ def _check_table(kwargs: Iterable[str]) -> None:
         if name not in known:
             own = {"sort_by": "sort_by_key", "row_limit": "row_limit"}.get(name)
             advice = f"Pass {own}=... instead." if own else f"Use some of {sorted(known)}.{did_you_mean(name, known)}"
-            raise make_error(KeyError, f"Found invalid table_kwargs key: {name}.", fix=advice)
+            raise make_error(KeyError, f"Found invalid table_kwargs key: {name}.", fix=advice, argument="table_kwargs")
 
 
 def _check_arguments(kwargs: Iterable[str]) -> None:

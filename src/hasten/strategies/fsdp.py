@@ -183,7 +183,7 @@ def _checked_mesh(mesh: Any, mode: str) -> Any:
     """Return ``device_mesh``, after checking that it is one of two dimensions."""
     if mesh is None:
         return None
-    given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={mode!r})"
+    given = f"FSDPStrategy(device_mesh={check.shown(mesh)}, sharding_strategy={mode!r})"
     if "HYBRID" not in mode:
         raise make_error(
             ValueError,

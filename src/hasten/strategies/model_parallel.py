@@ -94,9 +94,9 @@ class ModelParallelStrategy(MeshStrategy):
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise make_error(
                 TypeError,
-                f"{self._owner}({parallelize_fn!r}): the first argument is parallelize_fn, a function of module and "
-                "mesh.",
-                fix=f"Write data_parallel_size={parallelize_fn!r}.",
+                f"{self._owner}({check.shown(parallelize_fn)}): the first argument is parallelize_fn, "
+                "a function of module and mesh.",
+                fix=f"Write data_parallel_size={check.shown(parallelize_fn)}.",
             )
         check.boolean(self._owner, "save_distributed_checkpoint", save_distributed_checkpoint)
         # Here: the arguments of ``MeshStrategy`` are not those of this class.

@@ -7,7 +7,7 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -210,7 +210,7 @@ class DatasetReader:
     @property
     def _named(self) -> str:
         """The name of the argument, without its value."""
-        return self.argument.partition("=")[0]
+        return self.argument.partition("=")[0].rpartition("(")[2]
 
     def check_size(self, size_bytes: int) -> None:
         """Check that there is memory for so many bytes."""
@@ -238,6 +238,13 @@ class DatasetReader:
                 TypeError,
                 f"{start}, which has no length.",
                 fix="Give it a __len__, or leave it out.",
+                argument=self._named,
+            )
+        if isinstance(dataset, Mapping) and any(index not in dataset for index in range(len(dataset))):
+            raise make_error(
+                TypeError,
+                f"{start}, whose samples have no numbers from 0.",
+                fix="Use a list of its values, or leave it out.",
                 argument=self._named,
             )
         if callable(getattr(dataset, "set_epoch", None)) or has_state(dataset):

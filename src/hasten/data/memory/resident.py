@@ -80,6 +80,7 @@ class ResidentLoader(DataLoader[Any]):
         check.declared(ResidentLoader.__init__, locals())
         if isinstance(dataset, (str, bytes)):
             raise check.wrong("ResidentLoader", "dataset", dataset, "a dataset")
+        check.whole("ResidentLoader", "batch_size", batch_size, at_least=1, unit="samples")
         super().__init__(
             cast("Dataset[Any]", dataset),
             batch_size,
@@ -91,7 +92,9 @@ class ResidentLoader(DataLoader[Any]):
             generator=generator,
             pin_memory=pin_memory,
         )
-        self.__dict__.update(_held(self, as_device("ResidentLoader", device), "ResidentLoader", "its loader"))
+        self.__dict__.update(
+            _held(self, as_device("ResidentLoader", device), "ResidentLoader(dataset=...)", "its loader")
+        )
 
     def _get_iterator(self) -> Any:
         index_batches = torch_private.indices_of(self)

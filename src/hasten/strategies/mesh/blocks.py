@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hasten._lib import torch_private
+from hasten._lib import check, torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 
@@ -94,7 +94,7 @@ def checked_policy(owner: str, argument: str, policy: WrapPolicy | type[nn.Modul
     if not is_listed or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in given):
         raise make_error(
             TypeError,
-            f"{owner}({argument}={policy!r}):",
+            f"{owner}({argument}={check.shown(policy)}):",
             fix=(
                 "use a set of module classes, such as {nn.TransformerEncoderLayer}, or a function of "
                 "torch.distributed.fsdp.wrap."

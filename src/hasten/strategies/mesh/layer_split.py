@@ -61,11 +61,11 @@ class LayerSplit:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise make_error(
                 TypeError,
-                f"{owner}(parallelize_fn={parallelize_fn!r}): it is a function of module and mesh.",
+                f"{owner}(parallelize_fn={check.shown(parallelize_fn)}): it is a function of module and mesh.",
                 fix="Pass a function, or leave it out.",
                 argument="parallelize_fn",
             )
-        if not (plan is None or plan == "auto" or (isinstance(plan, dict) and plan)):
+        if not (plan is None or (isinstance(plan, str) and plan == "auto") or (isinstance(plan, dict) and plan)):
             raise check.wrong(owner, "plan", plan, "'auto', a dict {name pattern: ParallelStyle}, or None")
         if plan is not None and parallelize_fn is not None:
             raise MisconfigurationException(

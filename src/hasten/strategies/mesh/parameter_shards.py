@@ -85,12 +85,12 @@ class ParameterShards:
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
         }
-        # The arguments that ask for something of shards.
-        self.asked = [name for name, value in given.items() if value]
         self._recomputes = ExitStack()
         self._offload_policy = _offload_policy(owner, cpu_offload)
         self.offloads = _offloads(self._offload_policy)
         self.mixed_precision: Any = _mixed_precision(owner, mixed_precision)
+        # The arguments that ask for something of shards.
+        self.asked = [name for name, value in given.items() if value]
         # The type in which parameters are gathered; None for their own.
         self.param_dtype: torch.dtype | None = None
         self.layout: ShardLayout | None = None
@@ -281,16 +281,17 @@ def _checked_ignored(owner: str, modules: Any, parameters: Any) -> tuple[list[nn
         ("ignored_modules", modules, nn.Module),
         ("ignored_parameters", parameters, nn.Parameter),
     ):
+        values = () if values is None else values
         check.instance(owner, argument, values, Collection, f"a list of {kind.__name__} objects", allow_none=True)
-        wrong = [value for value in values or () if not isinstance(value, kind)]
+        wrong = [value for value in values if not isinstance(value, kind)]
         if wrong:
             raise make_error(
                 TypeError,
-                f"{owner}({argument}=[{wrong[0]!r}]):",
+                f"{owner}({argument}=[{check.shown(wrong[0])}]):",
                 fix=f"use a list of {kind.__name__} objects.",
                 argument=argument,
             )
-        found.append(list(values or ()))
+        found.append(list(values))
     return found[0], found[1]
 
 
@@ -304,7 +305,7 @@ def _offload_policy(owner: str, cpu_offload: Any) -> Any:
     if cpu_offload is not None and not isinstance(cpu_offload, bool):
         raise make_error(
             TypeError,
-            f"{owner}(cpu_offload={cpu_offload!r}):",
+            f"{owner}(cpu_offload={check.shown(cpu_offload)}):",
             fix=f"use True, False or torch's CPUOffloadPolicy, not {type(cpu_offload).__name__}.",
             argument="cpu_offload",
         )
@@ -328,7 +329,7 @@ def _mixed_precision(owner: str, given: Any) -> Any:
     if not isinstance(given, FirstMixedPrecision):
         raise make_error(
             TypeError,
-            f"{owner}(mixed_precision={given!r}):",
+            f"{owner}(mixed_precision={check.shown(given)}):",
             fix="use torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out and write precision='bf16-mixed'.",
             argument="mixed_precision",
         )

@@ -258,14 +258,14 @@ class MeshStrategy(ParallelStrategy):
             process_group_backend=process_group_backend, timeout=timeout,
         )  # fmt: skip
         self._asked: dict[str, Size] = {
-            "pipeline": check.whole(owner, "pipeline", pipeline, at_least=1),
+            "pipeline": check.whole(owner, "pipeline", pipeline, at_least=1, at_most=2**20),
             "replicate": replicate,
             "shard": shard,
             "tensor": tensor,
             "context": context,
         }
         for axis, size in self._asked.items():
-            if size != "auto":
+            if not (isinstance(size, str) and size == "auto"):
                 allowed = "a number of processes of at least 1, or 'auto'"
                 check.whole(owner, self._arguments.get(axis, axis), size, at_least=1, allowed=allowed)
         if list(self._asked.values()).count("auto") > 2:
