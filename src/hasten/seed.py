@@ -461,7 +461,7 @@ def set_deterministic(deterministic: bool | str | None, *, benchmark: bool | Non
     if deterministic and benchmark is None:
         benchmark = False
     if benchmark is not None:
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.benchmark = bool(benchmark)
     if deterministic is None:
         return
     torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hasten._lib.errors import is_absent, parts_of
 from tests.fuzz.running import Found
@@ -211,7 +212,8 @@ def _fits_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return _is_whole(value)
     if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool)
+        is_scalar = isinstance(value, Tensor) and value.numel() == 1
+        return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
     if kind is collections.abc.Callable:
         return callable(value)
     if kind in _COLLECTIONS:

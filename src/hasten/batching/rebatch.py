@@ -92,7 +92,7 @@ class LengthBatching:
             value = getattr(self, name)
             what = "a list of fields" if name == "over_tokens" else "a list of stages"
             check.instance(owner, name, value, Collection, what, allow_none=name == "over_tokens")
-            if isinstance(value, str):
+            if isinstance(value, (str, bytes)):
                 raise make_error(
                     TypeError, f"{owner}({name}={value!r}):", fix=f"give several: {name}=({value!r},).", argument=name
                 )

@@ -53,7 +53,7 @@ class PlannedBatches(Sampler[list[int]]):
         check.declared(PlannedBatches.__init__, locals())
         check.whole(owner, "seed", seed, allow_none=True)
         if num_replicas is not None and rank is not None:
-            check.whole(owner, "num_replicas", num_replicas, at_least=1)
+            check.whole(owner, "num_replicas", num_replicas, at_least=1, at_most=2**20)
             check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)
             self.num_replicas, self.rank = num_replicas, rank
         elif (num_replicas is None) != (rank is None):
@@ -397,10 +397,10 @@ class TokenBatchSampler(PlannedBatches):
         self.max_batch_size = check.whole(
             owner, "max_batch_size", max_batch_size, at_least=1, unit="samples", allow_none=True
         )
-        self._fits("max_tokens", max_tokens)
-        self.widths = widths_for(self.lengths, shapes, multiple_of=multiple_of)
-        most = len(self.lengths) if max_batch_size is None else max_batch_size
-        self._sizes = [max(1, min(most, max_tokens // width)) for width in self.widths]
+        self._fits("max_tokens", self.max_tokens)
+        self.widths = widths_for(self.lengths, self.shapes, multiple_of=self.multiple_of)
+        most = len(self.lengths) if self.max_batch_size is None else self.max_batch_size
+        self._sizes = [max(1, min(most, self.max_tokens // width)) for width in self.widths]
         self._bucket = torch.searchsorted(torch.tensor(self.widths), self.lengths)
 
     def __len__(self) -> int:
@@ -475,10 +475,10 @@ class PackedBatchSampler(PlannedBatches):
         owner = "PackedBatchSampler"
         self.max_length = check.whole(owner, "max_length", max_length, at_least=1, at_most=MOST_TOKENS, unit="tokens")
         self.rows = check.whole(owner, "rows", rows, at_least=1, unit="rows")
-        self._fits("max_length", max_length)
+        self._fits("max_length", self.max_length)
         grain = max(1, int(self.lengths.double().mean()) // GRAIN)
-        self._keys = all_rounded_up(self.lengths, grain).clamp(max=max_length)
-        self._rows = rows_of(self._keys.tolist(), max_length)
+        self._keys = all_rounded_up(self.lengths, grain).clamp(max=self.max_length)
+        self._rows = rows_of(self._keys.tolist(), self.max_length)
 
     def __len__(self) -> int:
         return self._number_of_batches(len(self._rows), self.rows)

@@ -48,6 +48,8 @@ class CombinedLoader:
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             is_iterable = hasattr(leaf, "__iter__") or hasattr(leaf, "__getitem__")
+            # The numbers of numpy have __getitem__, and no elements.
+            is_iterable &= getattr(leaf, "ndim", None) != 0
             if not is_iterable or isinstance(leaf, (str, bytes, type)):
                 raise make_error(
                     TypeError,

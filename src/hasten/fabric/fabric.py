@@ -119,7 +119,7 @@ class Fabric(RuntimeView):
         accelerator: AcceleratorLike | None = "auto",
         strategy: StrategyLike | None = "auto",
         devices: Devices | None = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | str = 1,
         precision: PrecisionName | None = None,
         plugins: Plugin | list[Plugin] | None = None,
         callbacks: object = None,

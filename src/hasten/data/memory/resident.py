@@ -334,6 +334,13 @@ def _on_device(data: Columns | list[Any], device: torch.device, argument: str, n
             fix="Use resident=True, which holds them on the host.",
         )
     if is_cuda(device):
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise make_error(
+                ValueError,
+                f"{argument}: this machine has no {device} to hold {name} on.",
+                fix="Leave out device, or use 'cpu'.",
+                argument="device",
+            )
         free = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
         if data.size_bytes > free:
             raise make_error(
