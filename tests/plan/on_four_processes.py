@@ -32,14 +32,14 @@ MESHES = {
 MODULES: dict[str, Callable[[], Transformer]] = {
     name: Mixture if len(sizes) == 6 else Transformer for name, sizes in MESHES.items()
 }
-# Every schedule, and those that go with shards. The blocks are named, so that a plan is made of every process.
-BLOCKS = 8
+# Every schedule, and others than the default with shards. Each process has two blocks, and a batch two micro-batches
+# for each. Blocks are named, so that every process is planned.
 SCHEDULES = {f"1x1x1x1x4 {name}": name for name in NAMES} | {
     f"1x2x1x1x2 {name}": name for name in ("GPipe", "LoopedBFS", "Interleaved1F1B")
 }
 for _name in SCHEDULES:
     MESHES[_name] = tuple(map(int, _name.split()[0].split("x")))
-    MODULES[_name] = functools.partial(Transformer, BLOCKS)
+    MODULES[_name] = functools.partial(Transformer, 2 * MESHES[_name][4])
 PROCESSES = 4
 # Processes of a machine, as which two processes of this one count.
 PER_MACHINE = 2
@@ -51,9 +51,10 @@ def strategies(names: Iterable[str]) -> dict[str, MeshStrategy]:
         sizes = MESHES[name]
         arguments: dict[str, Any] = {"plan": "auto" if sizes[2] > 1 else None, "timeout": SOON}
         if name in SCHEDULES:
-            stages = Schedule(SCHEDULES[name], sizes[4], None, None, "").stages
-            split = [f"blocks.layers.{place * BLOCKS // stages}" for place in range(1, stages)]
-            arguments |= {"schedule": SCHEDULES[name], "split": split}
+            blocks = 2 * sizes[4]
+            stages = Schedule(SCHEDULES[name], sizes[4], None, blocks, "").stages
+            split = [f"blocks.layers.{place * blocks // stages}" for place in range(1, stages)]
+            arguments |= {"schedule": SCHEDULES[name], "split": split, "micro_batches": blocks}
         found[name] = MeshStrategy(*sizes, **arguments)
     return found
 
