@@ -7,6 +7,7 @@
 # make kills  kill 1,000 runs at random moments and resume them; fewer: make kills ARGS="--kills 100"
 # make bench  the overhead of a step against the hand-written loop
 # make faults  failing file systems, buckets, worker processes and clocks: the table of docs/faults.md
+# make plans  compare hasten plan with runs of four processes, on all meshes and schedules; on one: make plans ARGS="1x2x2"
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
 # make torchao  run the tests of 8-bit floats on one and several processes, in an environment of its own (.venv-torchao)
@@ -41,7 +42,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-core lint docs bench deepspeed torchao xla peers packages lock audit sbom dist release-check smoke fuzz faults kills clean
+.PHONY: help env demo test test-core lint docs bench deepspeed torchao xla peers packages lock audit sbom dist release-check smoke fuzz faults kills plans clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -111,6 +112,9 @@ bench: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python benchmarks/fault_table.py $(ARGS)
+
+plans: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.plan $(ARGS)
 
 deepspeed: $(DEEPSPEED)/.installed
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/extensions \

@@ -1,14 +1,15 @@
 """Train a small transformer on two processes under each strategy, and write what a step held and sent.
 
-Run as ``python on_two_processes.py FILE``; the test of plans imports the model and the data.
+Run as ``python on_two_processes.py FOLDER``; the test of plans imports the model and the data.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ SOON = timedelta(seconds=60)
 
 
 class Transformer(L.LightningModule):
-    """Three blocks, an embedding and a head."""
+    """Blocks, an embedding and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(block, blocks, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def hidden(self, batch: Tensor) -> Tensor:
@@ -107,17 +108,18 @@ def trainer(**given: Any) -> L.Trainer:
 class _Watch(L.Callback):
     """Counts what a step sends, and marks it for the profiler."""
 
-    def __init__(self, name: str, ledger: Ledger) -> None:
-        self.name, self.ledger = name, ledger
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.found: dict[str, Any] = {}
+        self.held = 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx in STEPS:
             self.ledger.restart()
-            self.found["held"] = self.ledger.live
-            self.mark = record_function(f"STEP {self.name}")
+            self.held = self.ledger.live
+            self.mark = record_function("STEP")
             self.mark.__enter__()
 
     def on_train_batch_end(
@@ -134,46 +136,69 @@ class _Watch(L.Callback):
 
 
 def main(
-    file: str,
+    folder: str,
     strategies: dict[str, Any],
     devices: int,
     per_machine: int | None = None,
-    modules: Mapping[str, type[Transformer]] | None = None,
+    modules: Mapping[str, Callable[[], Transformer]] | None = None,
+    measured: Mapping[str, Collection[int]] | None = None,
 ) -> None:
-    """Train under each strategy on ``devices`` processes, as if ``per_machine`` of them were on each machine."""
-    found: dict[str, Any] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for name, strategy in strategies.items():
-            gc.collect()
-            with Ledger(per_machine) as ledger:
-                watch = _Watch(name, ledger)
-                run = trainer(devices=devices, strategy=strategy, callbacks=[watch])
-                run.fit((modules or {}).get(name, Transformer)(), loader())
-            found[name] = watch.found
-    if not run.is_global_zero:
-        return
-    assert profiler.profiler is not None
-    for name, growth in _growth(profiler.profiler.kineto_results.events()).items():
-        found[name]["peak"] = found[name]["held"] + growth
-    Path(file).write_text(json.dumps(found), encoding="utf-8")
+    """Train under each strategy on ``devices`` processes, as if ``per_machine`` of them were on each machine.
+
+    The ranks of ``measured``, or the first, write what they held and sent to a file each.
+    """
+    rank, found = int(os.environ.get("LOCAL_RANK", "0")), {}
+    for name, strategy in strategies.items():
+        gc.collect()
+        make: Callable[[], Transformer] = (modules or {}).get(name, Transformer)
+        if rank not in (measured or {}).get(name, (0,)):
+            trainer(devices=devices, strategy=strategy).fit(make(), loader())
+            continue
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+            Ledger(per_machine) as ledger,
+        ):
+            data: Any = loader()
+            watch = _Watch(ledger)
+            trainer(devices=devices, strategy=strategy, callbacks=[watch]).fit(make(), data)
+        # Samples that are not in a batch do not count.
+        peak = watch.held - data.dataset.nbytes + _growth(profiler.profiler)
+        found[name] = {**watch.found, "peak": peak}
+    if found:
+        Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def _growth(events: Any) -> dict[str, int]:
+def _growth(profiler: Any) -> int:
     """Return the least that the allocator held in a step more than at its start, which the ledger has no part in.
 
     What was held before cannot be taken from the allocator: the threads of gloo free tensors, too, and are not seen.
+    Buffers that gloo makes for itself, within an exchange or in its threads, are left out: each backend has its own.
     """
-    found: dict[str, list[int]] = {}
-    name, end, live = "", 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        word, _, rest = event.name().partition(" ")
-        if word == "STEP":
-            name, end, live = rest, event.end_ns(), 0
-            found.setdefault(name, []).append(0)
-        elif word == "[memory]" and event.start_ns() <= end:
-            live += event.nbytes()
-            found[name][-1] = max(found[name][-1], live)
-    return {name: min(steps) for name, steps in found.items()}
+    steps: list[Any] = []
+    allocations: list[tuple[Any, bool]] = []
+
+    def note(events: Any, is_exchange: bool) -> None:
+        for event in events:
+            if event.name == "[memory]":
+                allocations.append((event, is_exchange))
+            elif event.name == "STEP":
+                steps.append(event)
+            note(event.children, is_exchange or event.name.startswith("c10d::"))
+
+    note(profiler.kineto_results.experimental_event_tree(), False)
+    found, live, left_out = [0] * len(steps), 0, {}
+    steps.sort(key=lambda step: step.start_time_ns)
+    step = -1
+    for event, is_exchange in sorted(allocations, key=lambda one: one[0].start_time_ns):
+        size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0:
+            left_out[address] = is_exchange or event.start_tid != steps[0].start_tid
+        if step + 1 < len(steps) and event.start_time_ns >= steps[step + 1].start_time_ns:
+            step, live = step + 1, 0
+        if step >= 0 and event.start_time_ns <= steps[step].end_time_ns and not left_out.get(address):
+            live += size
+            found[step] = max(found[step], live)
+    return min(found)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes held and sent in a step, by strategy."""
-    file = tmp_path_factory.mktemp("plan") / "found.json"
-    ended = fork_python(on_two_processes.__file__, file)
+    folder = tmp_path_factory.mktemp("plan")
+    ended = fork_python(on_two_processes.__file__, folder)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((folder / "0.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -40,7 +40,7 @@ def test_a_plan_equals_a_run_of_two_processes(name: str, real: dict[str, Any]) -
     planned, found = plan.measured, real[name]
     assert {name: list(shape) for name, shape in planned.shards.items()} == found["shards"]
     assert {name: list(sent) for name, sent in planned.sent.items()} == found["sent"]
-    assert planned.peak == pytest.approx(found["peak"], rel=0.1)
+    assert planned.peak == pytest.approx(found["peak"], rel=0.005)
 
 
 def test_a_plan_leaves_the_process_as_it_was() -> None:

@@ -108,6 +108,29 @@ class _TorchOfShards:
         return pieces.whole.new_empty(shape)
 
 
+class _Work(NamedTuple):
+    """A transfer to another process, or from it, that is over."""
+
+    tensors: list[Tensor]
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+def _keep_transferred() -> None:
+    """Keep what is sent or received for as long as the work that says when it is over, as gloo and NCCL do."""
+    from torch.distributed import ProcessGroup
+
+    for name in ("send", "recv"):
+        method = getattr(ProcessGroup, name)
+
+        def transfer(self: ProcessGroup, tensors: list[Tensor], *place: int, method: Any = method) -> _Work:
+            method(self, tensors, *place)
+            return _Work(tensors)
+
+        setattr(ProcessGroup, name, transfer)
+
+
 def join(size: int, rank: int) -> None:
     """Make this process one of ``size``, in a group whose collectives return at once."""
     import torch.distributed as dist
@@ -116,6 +139,7 @@ def join(size: int, rank: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     vars(_fsdp_collectives)["torch"] = _TorchOfShards()
+    _keep_transferred()
 
     collectives.leave()
     for name in ("require_same", "require_same_module"):
