@@ -104,14 +104,13 @@ def _by_epoch(options: argparse.Namespace) -> list[Path]:
 def _compared(options: argparse.Namespace) -> Path:
     from hasten_tools.report.compare import curves_of_runs
     from hasten_tools.report.curves import can_smooth, check_format, draw, save
-    from hasten_tools.report.read import read_run
+    from hasten_tools.report.read import read_runs
 
     if options.output is not None:
         # Before the reading, which may take long.
         check_format(options.output)
     runs: list[RecordedRun] = []
-    for path in options.runs:
-        run = read_run(path)
+    for run in read_runs(options.runs):
         if run.folder not in [other.folder for other in runs]:
             runs.append(run)
     for run in runs:

@@ -6,16 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hasten._lib.files import write_atomically
 from hasten._lib.optional import need
-from hasten.machine.allocator import kept
 from hasten_tools.report import page_curves, page_run
-from hasten_tools.report.read import SILENT_SECONDS, RecordedRun, find_run, read_run
+from hasten_tools.report.read import SILENT_SECONDS, RecordedRun, find_run, read_runs
 
 _PURPOSE = "hasten report"
 _FILES = Path(__file__).with_name("web")
@@ -91,11 +89,7 @@ def write(paths: Sequence[str | os.PathLike[str]], output: Path, *, following: b
         OSError: the page cannot be written.
 
     """
-    with ExitStack() as memory:
-        # A large file is read in blocks. Returning the memory of each to the system takes as long as reading it.
-        with suppress(ValueError):
-            memory.enter_context(kept("keep"))
-        runs = [read_run(path) for path in paths]
+    runs = read_runs(paths)
     page = render(runs, following=following).encode("utf-8", errors="replace")
     write_atomically(output, page, durable=False)
     return runs
