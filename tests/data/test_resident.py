@@ -151,6 +151,10 @@ def test_collate_functions_may_change_their_samples() -> None:
     assert same(epochs(mine, 1), epochs(mine, 1))
 
 
+def test_numbers_that_no_tensor_holds_reach_the_collate_function() -> None:
+    assert list(ResidentLoader([2**63, 1], batch_size=2, collate_fn=list)) == [[2**63, 1]]
+
+
 def test_workers_read_the_data_and_are_gone_afterwards() -> None:
     given = DataLoader(Mapped(nested, 300), 50, shuffle=True, num_workers=2)
     mine = resident(given)

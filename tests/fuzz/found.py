@@ -112,7 +112,7 @@ _MORE_ARGUMENTS = (
     ("PackedBatchSampler", "max_length", 2**63),
     ("PyTorchProfiler", "table_kwargs", {2: 1}),
     *(("ResidentLoader", "batch_size", value) for value in (None, _LINES)),
-    *(("ResidentLoader", "dataset", value) for value in ({2: 1}, torch.nn.Sequential())),
+    *(("ResidentLoader", "dataset", value) for value in ({2: 1}, torch.nn.Sequential(), torch.tensor(1), [2**63])),
     *(("ResidentLoader", "device", value) for value in ("cuda", "cuda:99")),
     ("SLURMEnvironment", "requeue_signal", _LINES),
     ("TokenBatchSampler", "max_tokens", numpy.array(2)),

@@ -233,7 +233,7 @@ class DatasetReader:
                 fix="Use a dataset with __getitem__ and __len__, or leave it out.",
                 argument=self._named,
             )
-        if not hasattr(dataset, "__len__"):
+        if not hasattr(dataset, "__len__") or getattr(dataset, "ndim", None) == 0:
             raise make_error(
                 TypeError,
                 f"{start}, which has no length.",
@@ -419,7 +419,8 @@ class _Chunks(DatasetProxy):
         samples = samples_at(dataset, indices)
         drawn = watch.drawn()
         kinds: set[Kind] = set()
-        with suppress(NoColumnsError):
+        # A ValueError is for whole numbers that 64 bits do not hold: a collate function may take them.
+        with suppress(NoColumnsError, ValueError):
             kinds.update(map(kind_of, samples))
             if len(kinds) == 1:
                 return kinds.pop(), default_collate(samples), drawn
