@@ -2,7 +2,7 @@
 
 The graph uses up its gradients: ``parameter.grad`` stays None. The arithmetic of the optimizers is that of
 ``torch.optim``, and so is their state: it is read from the optimizer before each step and changed in place, as are the
-weights. A learning rate is a tensor, so that a schedule needs no other graph.
+weights. What changes with the step, such as a learning rate, is in tensors, so that it needs no other graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from hasten._lib import torch_private
-from hasten._lib.device import is_cuda
+from hasten._lib.device import is_cuda, is_host
 from hasten._lib.errors import Parts
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import map_tensors, parameters_of
@@ -31,7 +31,8 @@ from hasten.compile.steps import Step
 from hasten.optim.fast_step import is_watched
 from hasten.optim.fused import unwrapped
 
-# What a graph gets of a group: its weights, their states, weights without state, the learning rate, 1, and options.
+# What a graph gets of a group: its weights, their states, weights without state, the learning rate (for Adam on a CPU,
+# the factors of each weight), 1, and options.
 Group = tuple[list[Tensor], list[list[Tensor]], list[Tensor], Tensor, Tensor, dict[str, Any]]
 
 # The weights without state at the last step: where they are the same again, the loss does not use them.
@@ -126,7 +127,10 @@ class Update:
                 without_state += idle
                 weights = [weight for weight in weights if self._has_state(weight, names)]
             lists = [[states[weight][name] for weight in weights] for name in names]
-            rate = self._rate(index, group["lr"], group["params"])
+            if self._is_sgd or not all(is_host(weight.device) and not weight.is_complex() for weight in weights):
+                rate = self._rate(index, group["lr"], group["params"])
+            else:
+                rate = _factors(group, lists[2])
             if self._records:
                 for tensor in (rate, *(tensor for each in lists for tensor in each)):
                     torch_private.mark_address_as_static(tensor)
@@ -178,6 +182,39 @@ class Update:
         return {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled, **options}
 
 
+def _factors(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
+    """Return what Adam multiplies each weight and its update with, and divides by: ``(weights, 3)``, in float64.
+
+    In the graph, a CPU would compute these powers and roots again for every few elements.
+    """
+    rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    decay = 1 - rate * group["weight_decay"]
+    counts = [step.item() + 1 for step in steps]
+    of = {count: (decay, -rate / (1 - beta1**count), (1 - beta2**count) ** 0.5) for count in set(counts)}
+    return torch.tensor([of[count] for count in counts], dtype=torch.float64).view(-1, 3)
+
+
+def _adam_on_cpu(
+    weights: list[Tensor], gradients: list[Tensor], lists: list[list[Tensor]], factors: list[Tensor], options: Any
+) -> None:
+    """Do what ``torch.optim.adam.adam`` does, with factors that are known before."""
+    for weight, gradient, given, average, square, step, *largest in zip(
+        weights, gradients, factors, *lists, strict=True
+    ):
+        step += 1
+        if options["maximize"]:
+            gradient = -gradient
+        if options["decoupled_weight_decay"]:
+            weight *= given[0]
+        elif options["weight_decay"]:
+            gradient = gradient.add(weight, alpha=options["weight_decay"])
+        average.lerp_(gradient, 1 - options["beta1"])
+        square.mul_(options["beta2"]).addcmul_(gradient, gradient, value=1 - options["beta2"])
+        if largest:
+            square = largest[0].copy_(torch.maximum(largest[0], square))
+        weight.addcdiv_(average * given[1], (square.sqrt() / given[2]).add_(options["eps"]))
+
+
 def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: bool) -> None:
     """Change weights and state with the arithmetic of ``torch.optim``."""
     remaining = iter(gradients)
@@ -202,6 +239,8 @@ def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: 
             # Of any type: the compiler takes a rate that is a tensor.
             lr: Any = rate
             sgd(changed, with_gradient, buffers, lr=lr, foreach=foreach, fused=False, **options)
+        elif rate.dim() == 2:
+            _adam_on_cpu(changed, with_gradient, lists, [rate[index] for index in used], options)
         else:
             averages, squares, steps, *largest = lists
             adam(
