@@ -7,6 +7,7 @@ weights. What changes with the step, such as a learning rate, is in tensors, so 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +21,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from hasten._lib import torch_private
-from hasten._lib.device import is_cuda, is_host
+from hasten._lib.device import is_cuda
 from hasten._lib.errors import Parts
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import map_tensors, parameters_of
@@ -110,7 +111,7 @@ class Update:
         self._records = records
         self._is_sgd = isinstance(optimizer, SGD)
         # For each group, the learning rate that was last read and the tensor that holds it.
-        self._rates: list[tuple[float, Tensor]] = []
+        self._rates: dict[int, tuple[float, Tensor]] = {}
         # 1 on each device that has parameters: see ``_update``.
         self._ones: dict[torch.device, Tensor] = {}
 
@@ -118,16 +119,23 @@ class Update:
         """Return what the graph needs; None where the optimizer may make states in its next step."""
         groups: list[Group] = []
         without_state: list[Tensor] = []
+        states = self.optimizer.state
         for index, group in enumerate(self.optimizer.param_groups):
-            weights = [parameter for parameter in group["params"] if parameter.requires_grad]
             names = self._names(group)
-            states = self.optimizer.state
-            idle = [weight for weight in weights if names and not self._has_state(weight, names)]
-            if idle:
-                without_state += idle
-                weights = [weight for weight in weights if self._has_state(weight, names)]
-            lists = [[states[weight][name] for weight in weights] for name in names]
-            if self._is_sgd or not all(is_host(weight.device) and not weight.is_complex() for weight in weights):
+            weights: list[Tensor] = []
+            idle: list[Tensor] = []
+            rows: list[list[Tensor]] = []
+            for weight in (each for each in group["params"] if each.requires_grad):
+                state = states.get(weight, {})
+                row = [part for name in names if (part := state.get(name)) is not None]
+                if len(row) < len(names):
+                    idle.append(weight)
+                    continue
+                weights.append(weight)
+                rows.append(row)
+            without_state += idle
+            lists = [list(each) for each in zip(*rows, strict=True)]
+            if self._is_sgd or not weights or not all(each.is_cpu and not each.is_complex() for each in weights):
                 rate = self._rate(index, group["lr"], group["params"])
             else:
                 rate = _factors(group, lists[2])
@@ -143,10 +151,6 @@ class Update:
             return ["momentum_buffer"] if group["momentum"] else []
         return ["exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if group["amsgrad"] else ())]
 
-    def _has_state(self, weight: Tensor, names: list[str]) -> bool:
-        state = self.optimizer.state.get(weight, {})
-        return all(isinstance(state.get(name), Tensor) for name in names)
-
     def _may_make_state(self, groups: list[Group], without_state: list[Tensor]) -> bool:
         """Return whether one of these weights may get its first gradient now; the loss may not use the others."""
         known = _without_state.get(self.optimizer)
@@ -158,10 +162,10 @@ class Update:
     def _rate(self, index: int, rate: float | Tensor, parameters: list[Tensor]) -> Tensor:
         if isinstance(rate, Tensor):
             return rate
-        if index == len(self._rates):
+        if index not in self._rates:
             device = parameters[0].device if parameters else torch.device("cpu")
             # In 64 bits, as torch computes with a number.
-            self._rates.append((rate, torch.tensor(rate, dtype=torch.float64, device=device)))
+            self._rates[index] = rate, torch.tensor(rate, dtype=torch.float64, device=device)
         known, tensor = self._rates[index]
         if known != rate:
             tensor.fill_(rate)
@@ -183,7 +187,7 @@ class Update:
 
 
 def _factors(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
-    """Return what Adam multiplies each weight and its update with, and divides by: ``(weights, 3)``, in float64.
+    """Return what Adam multiplies each weight and its update with, and divides by: three numbers for each weight.
 
     In the graph, a CPU would compute these powers and roots again for every few elements.
     """
@@ -191,7 +195,7 @@ def _factors(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
     decay = 1 - rate * group["weight_decay"]
     counts = [step.item() + 1 for step in steps]
     of = {count: (decay, -rate / (1 - beta1**count), (1 - beta2**count) ** 0.5) for count in set(counts)}
-    return torch.tensor([of[count] for count in counts], dtype=torch.float64).view(-1, 3)
+    return torch.frombuffer(array("d", [number for count in counts for number in of[count]]), dtype=torch.float64)
 
 
 def _adam_on_cpu(
@@ -239,8 +243,8 @@ def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: 
             # Of any type: the compiler takes a rate that is a tensor.
             lr: Any = rate
             sgd(changed, with_gradient, buffers, lr=lr, foreach=foreach, fused=False, **options)
-        elif rate.dim() == 2:
-            _adam_on_cpu(changed, with_gradient, lists, [rate[index] for index in used], options)
+        elif rate.numel() > 1:
+            _adam_on_cpu(changed, with_gradient, lists, [rate[3 * index :] for index in used], options)
         else:
             averages, squares, steps, *largest = lists
             adam(
