@@ -2,10 +2,11 @@
 
     python -m benchmarks.tabular_floor
     python -m benchmarks.tabular_floor --threads 1 --json tabular_floor.json
+    chrt --rr 1 python -m benchmarks.tabular_floor           # before the other programs of a busy machine, as root
 
-The parts run in turns (A B C A B C), each with its results in memory that is there already. A figure is the median
-over the rounds, in microseconds a step. Nothing is measured between the parts: a loop that takes no longer than their
-sum has no cost of its own.
+The parts run in turns (A B C A B C), each with its results in memory that is there already. A figure is the time of a
+step that a tenth of the calls stays under, in microseconds: what other programs of the machine do adds to the rest. A
+loop that takes no longer than the sum of the parts has no cost of its own.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from hasten.report.peaks import measured_peaks
 
 Part = Callable[[], object]
 
+WARM_UP_CALLS = 5
+# Other programs run between two turns, not within one.
+PAUSE_SECONDS = 0.05
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="of each part, in a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=25, help="of each part, in a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=25, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: all)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     options = parser.parse_args(arguments)
@@ -47,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows of a batch": rows(workload),
         "AdamW over all weights": optimizer(model),
     }
-    found = measure({**parts, "an engineer's loop": engineer(workload)}, options.steps, options.rounds)
+    found = measure({**parts, "an engineer's loop": engineer(workload)}, options.calls, options.rounds)
     flops, peak = workload.useful_flops(), measured_peaks(torch.device("cpu"))["float32"] or math.inf
     found = {f"matrix products at the peak of {peak / 1e9:.0f} GFLOP/s": flops / peak * 1e6, **found}
     found["all parts"] = sum(found[name] for name in parts)
@@ -61,17 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(parts: dict[str, Part], steps: int, rounds: int) -> dict[str, float]:
-    """Run the parts in turns; return the median microseconds of a call of each."""
+def measure(parts: dict[str, Part], calls: int, rounds: int) -> dict[str, float]:
+    """Run the parts in turns; return the microseconds that a tenth of the calls of each stays under."""
     taken: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         for name, part in parts.items():
-            began = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(WARM_UP_CALLS):
                 part()
-            taken[name].append((time.perf_counter() - began) / steps * 1e6)
-    # The first round fills caches.
-    return {name: statistics.median(each[1:]) for name, each in taken.items()}
+            for _ in range(calls):
+                began = time.perf_counter()
+                part()
+                taken[name].append((time.perf_counter() - began) * 1e6)
+            time.sleep(PAUSE_SECONDS)
+    return {name: statistics.quantiles(each, n=10)[0] for name, each in taken.items()}
 
 
 def matrix_products(model: nn.Module, rows: int) -> Part:
