@@ -119,23 +119,10 @@ class Update:
         """Return what the graph needs; None where the optimizer may make states in its next step."""
         groups: list[Group] = []
         without_state: list[Tensor] = []
-        states = self.optimizer.state
         for index, group in enumerate(self.optimizer.param_groups):
-            names = self._names(group)
-            weights: list[Tensor] = []
-            idle: list[Tensor] = []
-            rows: list[list[Tensor]] = []
-            for weight in (each for each in group["params"] if each.requires_grad):
-                state = states.get(weight, {})
-                row = [part for name in names if (part := state.get(name)) is not None]
-                if len(row) < len(names):
-                    idle.append(weight)
-                    continue
-                weights.append(weight)
-                rows.append(row)
+            weights, lists, idle = self._states(group)
             without_state += idle
-            lists = [list(each) for each in zip(*rows, strict=True)]
-            if self._is_sgd or not weights or not all(each.is_cpu and not each.is_complex() for each in weights):
+            if self._is_sgd or not weights or not all(each.is_cpu and each.is_floating_point() for each in weights):
                 rate = self._rate(index, group["lr"], group["params"])
             else:
                 rate = _factors(group, lists[2])
@@ -144,6 +131,22 @@ class Update:
                     torch_private.mark_address_as_static(tensor)
             groups.append((weights, lists, idle, rate, self._one(rate.device), self._options(group)))
         return None if without_state and self._may_make_state(groups, without_state) else groups
+
+    def _states(self, group: dict[str, Any]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+        """Return the trained weights, a list of each kind of state they have, and the weights without state."""
+        names, states = self._names(group), self.optimizer.state
+        weights: list[Tensor] = []
+        idle: list[Tensor] = []
+        rows: list[list[Tensor]] = []
+        for weight in (each for each in group["params"] if each.requires_grad):
+            state = states.get(weight, {})
+            row = [part for name in names if isinstance(part := state.get(name), Tensor)]
+            if len(row) < len(names):
+                idle.append(weight)
+                continue
+            weights.append(weight)
+            rows.append(row)
+        return weights, [list(each) for each in zip(*rows, strict=True)], idle
 
     def _names(self, group: dict[str, Any]) -> list[str]:
         """Return what the optimizer keeps for each weight."""
