@@ -109,6 +109,19 @@ def test_losses_weights_and_logged_values_are_those_of_the_plain_loop(make: Make
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+def test_the_powers_of_adam_are_not_in_a_graph_of_the_cpu() -> None:
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        traced.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compile = {"backend": backend, "step": True}
+    fitted(lambda: Model(AdamW), compile=compile, max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+    assert any("lerp" in name for name in traced)
+    assert [name for name in traced if "pow" in name] == []
+
+
 def test_changes_in_place_survive_the_tracing_of_backward() -> None:
     compile = {"backend": "aot_eager", "step": True}
     trained_alike(lambda: Model(schedule=True), compile=compile, gradient_clip_val=0.5)

@@ -2,11 +2,12 @@
 
 The graph uses up its gradients: ``parameter.grad`` stays None. The arithmetic of the optimizers is that of
 ``torch.optim``, and so is their state: it is read from the optimizer before each step and changed in place, as are the
-weights. A learning rate is a tensor, so that a schedule needs no other graph.
+weights. What changes with the step, such as a learning rate, is in tensors, so that it needs no other graph.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -31,7 +32,8 @@ from hasten.compile.steps import Step
 from hasten.optim.fast_step import is_watched
 from hasten.optim.fused import unwrapped
 
-# What a graph gets of a group: its weights, their states, weights without state, the learning rate, 1, and options.
+# What a graph gets of a group: its weights, their states, weights without state, the learning rate (for Adam on a CPU,
+# the factors of each weight), 1, and options.
 Group = tuple[list[Tensor], list[list[Tensor]], list[Tensor], Tensor, Tensor, dict[str, Any]]
 
 # The weights without state at the last step: where they are the same again, the loss does not use them.
@@ -109,7 +111,7 @@ class Update:
         self._records = records
         self._is_sgd = isinstance(optimizer, SGD)
         # For each group, the learning rate that was last read and the tensor that holds it.
-        self._rates: list[tuple[float, Tensor]] = []
+        self._rates: dict[int, tuple[float, Tensor]] = {}
         # 1 on each device that has parameters: see ``_update``.
         self._ones: dict[torch.device, Tensor] = {}
 
@@ -118,30 +120,39 @@ class Update:
         groups: list[Group] = []
         without_state: list[Tensor] = []
         for index, group in enumerate(self.optimizer.param_groups):
-            weights = [parameter for parameter in group["params"] if parameter.requires_grad]
-            names = self._names(group)
-            states = self.optimizer.state
-            idle = [weight for weight in weights if names and not self._has_state(weight, names)]
-            if idle:
-                without_state += idle
-                weights = [weight for weight in weights if self._has_state(weight, names)]
-            lists = [[states[weight][name] for weight in weights] for name in names]
-            rate = self._rate(index, group["lr"], group["params"])
+            weights, lists, idle = self._states(group)
+            without_state += idle
+            if self._is_sgd or not weights or not all(each.is_cpu and each.is_floating_point() for each in weights):
+                rate = self._rate(index, group["lr"], group["params"])
+            else:
+                rate = _factors(group, lists[2])
             if self._records:
                 for tensor in (rate, *(tensor for each in lists for tensor in each)):
                     torch_private.mark_address_as_static(tensor)
             groups.append((weights, lists, idle, rate, self._one(rate.device), self._options(group)))
         return None if without_state and self._may_make_state(groups, without_state) else groups
 
+    def _states(self, group: dict[str, Any]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+        """Return the trained weights, a list of each kind of state they have, and the weights without state."""
+        names, states = self._names(group), self.optimizer.state
+        weights: list[Tensor] = []
+        idle: list[Tensor] = []
+        rows: list[list[Tensor]] = []
+        for weight in (each for each in group["params"] if each.requires_grad):
+            state = states.get(weight, {})
+            row = [part for name in names if isinstance(part := state.get(name), Tensor)]
+            if len(row) < len(names):
+                idle.append(weight)
+                continue
+            weights.append(weight)
+            rows.append(row)
+        return weights, [list(each) for each in zip(*rows, strict=True)], idle
+
     def _names(self, group: dict[str, Any]) -> list[str]:
         """Return what the optimizer keeps for each weight."""
         if self._is_sgd:
             return ["momentum_buffer"] if group["momentum"] else []
         return ["exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if group["amsgrad"] else ())]
-
-    def _has_state(self, weight: Tensor, names: list[str]) -> bool:
-        state = self.optimizer.state.get(weight, {})
-        return all(isinstance(state.get(name), Tensor) for name in names)
 
     def _may_make_state(self, groups: list[Group], without_state: list[Tensor]) -> bool:
         """Return whether one of these weights may get its first gradient now; the loss may not use the others."""
@@ -154,10 +165,10 @@ class Update:
     def _rate(self, index: int, rate: float | Tensor, parameters: list[Tensor]) -> Tensor:
         if isinstance(rate, Tensor):
             return rate
-        if index == len(self._rates):
+        if index not in self._rates:
             device = parameters[0].device if parameters else torch.device("cpu")
             # In 64 bits, as torch computes with a number.
-            self._rates.append((rate, torch.tensor(rate, dtype=torch.float64, device=device)))
+            self._rates[index] = rate, torch.tensor(rate, dtype=torch.float64, device=device)
         known, tensor = self._rates[index]
         if known != rate:
             tensor.fill_(rate)
@@ -176,6 +187,39 @@ class Update:
         options = {name: group[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")}
         decoupled = isinstance(self.optimizer, AdamW) or group.get("decoupled_weight_decay", False)
         return {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled, **options}
+
+
+def _factors(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
+    """Return what Adam multiplies each weight and its update with, and divides by: three numbers for each weight.
+
+    In the graph, a CPU would compute these powers and roots again for every few elements.
+    """
+    rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    decay = 1 - rate * group["weight_decay"]
+    counts = [step.item() + 1 for step in steps]
+    of = {count: (decay, -rate / (1 - beta1**count), (1 - beta2**count) ** 0.5) for count in set(counts)}
+    return torch.frombuffer(array("d", [number for count in counts for number in of[count]]), dtype=torch.float64)
+
+
+def _adam_on_cpu(
+    weights: list[Tensor], gradients: list[Tensor], lists: list[list[Tensor]], factors: list[Tensor], options: Any
+) -> None:
+    """Do what ``torch.optim.adam.adam`` does, with factors that are known before."""
+    for weight, gradient, given, average, square, step, *largest in zip(
+        weights, gradients, factors, *lists, strict=True
+    ):
+        step += 1
+        if options["maximize"]:
+            gradient = -gradient
+        if options["decoupled_weight_decay"]:
+            weight *= given[0]
+        elif options["weight_decay"]:
+            gradient = gradient.add(weight, alpha=options["weight_decay"])
+        average.lerp_(gradient, 1 - options["beta1"])
+        square.mul_(options["beta2"]).addcmul_(gradient, gradient, value=1 - options["beta2"])
+        if largest:
+            square = largest[0].copy_(torch.maximum(largest[0], square))
+        weight.addcdiv_(average * given[1], (square.sqrt() / given[2]).add_(options["eps"]))
 
 
 def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: bool) -> None:
@@ -202,6 +246,8 @@ def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: 
             # Of any type: the compiler takes a rate that is a tensor.
             lr: Any = rate
             sgd(changed, with_gradient, buffers, lr=lr, foreach=foreach, fused=False, **options)
+        elif rate.numel() > 1:
+            _adam_on_cpu(changed, with_gradient, lists, [rate[3 * index :] for index in used], options)
         else:
             averages, squares, steps, *largest = lists
             adam(
