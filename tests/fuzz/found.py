@@ -184,6 +184,11 @@ _FOLDERS: tuple[tuple[tuple[Any, ...], Any], ...] = (
     (("tensors",), GONE),
     (("contents",), 3),
     (("files",), None),
+    (("files", "__0_0.distcp", 1), torch.zeros(0)),
+    (("files", ".metadata", 0), torch.zeros(0)),
+    (("tensors", "state_dict.w", "shape", 0), -1),
+    (("tensors", "state_dict.w", "shape", 0), True),
+    (("contents", "state_dict"), 2),
 )
 
 

@@ -72,9 +72,11 @@ class Folder:
             self._contents = dict(stored["contents"])
             # JSON: it is read faster than nested values are unpickled without running code.
             self.layout: dict[str, dict[str, Any]] = json.loads(stored["tensors"])
-            self._sums: dict[str, tuple[int, int]] = stored["files"]
+            self._sums: dict[str, tuple[int, int]] = {
+                name: (int(size), int(checksum)) for name, (size, checksum) in stored["files"].items()
+            }
             problem = missing(self._shards, self._sums) or _misfit(self.layout, self._sums)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             problem = f"{CONTENTS_FILE} makes no sense ({type(error).__name__}: {error})"
         if problem is not None:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
@@ -108,8 +110,8 @@ class Folder:
         """Return the checkpoint; its tensors are read when they are needed."""
         contents = {key: _with_tensors(value, self) for key, value in self._contents.items()}
         for name, value in contents.items():
-            is_flat = isinstance(value, dict) and any(isinstance(each, StoredTensor) for each in value.values())
-            if is_flat or name == "state_dict":
+            has_tensors = isinstance(value, dict) and any(isinstance(each, StoredTensor) for each in value.values())
+            if has_tensors or (name == "state_dict" and isinstance(value, dict)):
                 contents[name] = StoredTensors(value)
         return StoredCheckpoint(contents)
 
@@ -162,8 +164,8 @@ class Folder:
 def _misfit(layout: Mapping[str, Mapping[str, Any]], files: Mapping[str, Any]) -> str | None:
     """Return a tensor that is not in the files, or has no shape or type; None if all are."""
     for key, tensor in layout.items():
-        torch.Size(tensor["shape"])
         is_type = isinstance(getattr(torch, tensor["dtype"], None), torch.dtype)
+        is_type &= all(type(size) is int and size >= 0 for size in tensor["shape"])
         for offsets, sizes, file, start, length in tensor["chunks"]:
             torch.Size([*offsets, *sizes])
             is_type &= len(offsets) == len(sizes) == len(tensor["shape"]) and os.path.basename(file) in files
