@@ -191,11 +191,7 @@ class SharedValues:
             f"log/{self._number}/{number}/{moment}",
             names,
             what=f"self.log({', '.join(names)}, sync_dist=True)",
-            patience_seconds=(
-                agreement.PATIENCE_SECONDS
-                if moment.startswith(("step", "train"))
-                else agreement.PATIENCE_AFTER_EVALUATION_SECONDS
-            ),
+            patience_seconds=agreement.PATIENCE_WITH_WORK_SECONDS,
             ask=(f"log/{self._number}", [number, moment]),
         )
         # A process that continued without an answer reduces the same values as the last time, like this one.
