@@ -120,6 +120,11 @@ def publish_exit_error(error: BaseException) -> None:
         store().set(f"word/{dist.get_rank()}", f"{name}: {first_line}"[:300] if first_line else name)
 
 
+def last_word(rank: int) -> str:
+    """Return the error with which a process has left the run, "" for none."""
+    return store().get(f"word/{rank}").decode() if store().check([f"word/{rank}"]) else ""
+
+
 def find_dead_peer(seconds: float) -> str | None:
     """Return which process has ended in the middle of the run, and how; None if that is not known in time."""
     found: list[str] = []
@@ -149,7 +154,7 @@ def _ended() -> list[str]:
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank() or not own.check([f"process/{rank}"]):
             continue
-        if own.check([f"word/{rank}"]) and (word := own.get(f"word/{rank}").decode()):
+        if word := last_word(rank):
             with_error.append(f"the process of rank {rank} left the run with {word}")
             continue
         where, _, number = own.get(f"process/{rank}").decode().rpartition(" ")
@@ -225,7 +230,9 @@ def exchange(
                 asked = True
                 for other in absent:
                     _send(messages, other, {"kind": ask[0], "at": ask[1], "place": place})
-            if all(messages.check([f"{place}/passed/{other}"]) or has_left(other) for other in absent):
+            if all(
+                messages.check([f"{place}/passed/{other}"]) or has_left(other) or last_word(other) for other in absent
+            ):
                 break
             time.sleep(_ANSWER_POLL_SECONDS)
         if waited > NOTICE_SECONDS and not noticed:
