@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 from pathlib import Path
 
 from tests.programs import run_python
+from torch.distributed._functional_collectives import wait_tensor
 
 from hasten.machine import stacks
 from hasten.machine.watchdog import Beat, judge
@@ -85,6 +87,11 @@ def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change(
     dead = judge({0: waiting(16, waits=True), 1: late(16)}, TIMEOUT, warned=False, ended=[1])
     assert dead is not None
     assert (dead.code, dead.headline) == (1, "Rank 1 has ended in the middle of the run.")
+
+
+def test_a_process_that_gathers_shards_waits_for_the_others() -> None:
+    file = inspect.getfile(wait_tensor)
+    assert stacks.activity_of([stacks.Frame(file, 1, "wait_tensor", "torch")]).waits
 
 
 def test_code_that_a_library_generates_is_not_marked_as_that_of_the_program() -> None:
