@@ -191,13 +191,11 @@ class SharedValues:
             f"log/{self._number}/{number}/{moment}",
             names,
             what=f"self.log({', '.join(names)}, sync_dist=True)",
-            patience_seconds=(
-                agreement.PATIENCE_SECONDS
-                if moment.startswith(("step", "train"))
-                else agreement.PATIENCE_AFTER_EVALUATION_SECONDS
-            ),
+            patience_seconds=agreement.PATIENCE_WITH_WORK_SECONDS,
             ask=(f"log/{self._number}", [number, moment]),
         )
+        if any(found is None and agreement.last_word(rank) for rank, found in enumerate(by_rank)):
+            raise ConnectionError("another process has left the run")  # The strategy says with which error.
         # A process that continued without an answer reduces the same values as the last time, like this one.
         _check_same([set(before if found is None else found) for found in by_rank])
 

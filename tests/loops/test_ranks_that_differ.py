@@ -146,6 +146,30 @@ def test_minus_one_on_all_processes_leaves_the_epoch_and_one_that_comes_late_is_
 
 
 @pytest.mark.world_size(2)
+def test_values_are_logged_after_one_process_has_worked_alone_and_its_error_is_the_error_of_all() -> None:
+    agreement.PATIENCE_SECONDS = 0.1
+
+    class Logs(Model):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("index", float(batch_idx), sync_dist=True, on_step=True)
+            if self.global_rank == 0 and batch_idx == 0:
+                time.sleep(0.5)
+
+    trainer = two(Logs(), log_every_n_steps=1, limit_train_batches=2)
+    assert trainer.callback_metrics["index"] == 1
+
+    class Raises(Logs):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("index", float(batch_idx), sync_dist=True, on_step=True)
+            if self.global_rank == 1:
+                raise ValueError("a file is missing")
+
+    kind = ValueError if os.environ["LOCAL_RANK"] == "1" else RuntimeError
+    with refused(kind, says="a file is missing"):
+        two(Raises(), log_every_n_steps=1)
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: int) -> None:
     skipped = ((1, 1), (0, 2), (0, 3), (1, 3))

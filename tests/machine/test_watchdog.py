@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 from pathlib import Path
 
 from tests.programs import run_python
+from torch.distributed._functional_collectives import wait_tensor
 
 from hasten.machine import stacks
 from hasten.machine.watchdog import Beat, judge
@@ -76,6 +78,7 @@ def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change(
     assert verdict is not None
     assert verdict.code == 1
     assert verdict.headline.startswith("Trainer.save_checkpoint() is called on rank 0 and not on rank 1.")
+    assert decision(waiting(16, **saving), late(16, waits=True)) == (True, 1)
     # It may come to it.
     assert decision(waiting(16, **saving), waiting(16)) == (False, None)
     assert decision(waiting(16, **saving), waiting(16, **saving)) == (False, None)
@@ -84,6 +87,11 @@ def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change(
     dead = judge({0: waiting(16, waits=True), 1: late(16)}, TIMEOUT, warned=False, ended=[1])
     assert dead is not None
     assert (dead.code, dead.headline) == (1, "Rank 1 has ended in the middle of the run.")
+
+
+def test_a_process_that_gathers_shards_waits_for_the_others() -> None:
+    file = inspect.getfile(wait_tensor)
+    assert stacks.activity_of([stacks.Frame(file, 1, "wait_tensor", "torch")]).waits
 
 
 def test_code_that_a_library_generates_is_not_marked_as_that_of_the_program() -> None:

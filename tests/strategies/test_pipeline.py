@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from hasten.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from hasten.strategies import MeshStrategy
 from hasten.strategies.mesh.stages import Stages
 
@@ -164,6 +165,13 @@ def test_stages_train_as_one_process_and_their_checkpoints_go_on_elsewhere(tmp_p
         weights = whole(resumed[1], tmp_path, "resumed.ckpt")["state_dict"]
         for key, value in alone[0].state_dict().items():
             torch.testing.assert_close(weights[key], value, atol=1e-12, rtol=0, msg=f"{path} {devices} {key}")
+    averages = [
+        fitted(how, devices, callbacks=[EMAWeightAveraging(decay=0.5)])
+        for how, devices in (("auto", 1), (MeshStrategy(1, 1, 2, pipeline=2, plan=PLAN), 4))
+    ]
+    assert_alike(averages[1], averages[0], tmp_path, "average")
+    with refused(ValueError, fix="EMAWeightAveraging", says="pipeline"):
+        fitted(MeshStrategy(1, 1, pipeline=4), 4, callbacks=[StochasticWeightAveraging(0.1)], max_epochs=3)
 
 
 def one_stage(module: nn.Module, stage: int, split: list[str] | None = None) -> Stages:

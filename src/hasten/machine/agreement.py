@@ -27,10 +27,9 @@ from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import log
 from hasten.machine.host import process_has_ended
 
-# Every step synchronizes the processes, so they differ only by work that one of them does alone after a step. After an
-# evaluation they may be minutes apart, because samples differ in size.
 PATIENCE_SECONDS = 60.0
-PATIENCE_AFTER_EVALUATION_SECONDS = 300.0
+# Where a process may work alone, such as write figures after a step; one that is stuck is the watchdog's to end.
+PATIENCE_WITH_WORK_SECONDS = 7200.0
 NOTICE_SECONDS = 15.0
 _POLL_SECONDS = 0.002
 # After this time, missing processes are asked whether they have passed the place already.
@@ -121,6 +120,11 @@ def publish_exit_error(error: BaseException) -> None:
         store().set(f"word/{dist.get_rank()}", f"{name}: {first_line}"[:300] if first_line else name)
 
 
+def last_word(rank: int) -> str:
+    """Return the error with which a process has left the run, "" for none."""
+    return store().get(f"word/{rank}").decode() if store().check([f"word/{rank}"]) else ""
+
+
 def find_dead_peer(seconds: float) -> str | None:
     """Return which process has ended in the middle of the run, and how; None if that is not known in time."""
     found: list[str] = []
@@ -150,7 +154,7 @@ def _ended() -> list[str]:
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank() or not own.check([f"process/{rank}"]):
             continue
-        if own.check([f"word/{rank}"]) and (word := own.get(f"word/{rank}").decode()):
+        if word := last_word(rank):
             with_error.append(f"the process of rank {rank} left the run with {word}")
             continue
         where, _, number = own.get(f"process/{rank}").decode().rpartition(" ")
@@ -226,16 +230,15 @@ def exchange(
                 asked = True
                 for other in absent:
                     _send(messages, other, {"kind": ask[0], "at": ask[1], "place": place})
-            if all(messages.check([f"{place}/passed/{other}"]) or has_left(other) for other in absent):
+            if all(
+                messages.check([f"{place}/passed/{other}"]) or has_left(other) or last_word(other) for other in absent
+            ):
                 break
             time.sleep(_ANSWER_POLL_SECONDS)
         if waited > NOTICE_SECONDS and not noticed:
             noticed = True
             absent = [other for other, key in enumerate(keys) if not messages.check([key])]
-            log.warning(
-                f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {format_ranks(absent)} ({what or place}), and "
-                f"gives up after {patience_seconds:.0f} s."
-            )
+            log.warning(f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {format_ranks(absent)} ({what or place}).")
         time.sleep(_POLL_SECONDS)
     return [json.loads(messages.get(key)) if messages.check([key]) else None for key in keys]
 

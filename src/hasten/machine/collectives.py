@@ -374,6 +374,6 @@ def naming_who_ended() -> Iterator[None]:
         if (file := os.environ.get(CAUSE_VARIABLE)) and not agreement.store_has_ended(agreement.address_of_store()):
             with suppress(OSError):
                 Path(file).write_text(why)
-        consequence = RuntimeError(f"{why}. This run cannot continue without it.")
+        consequence = RuntimeError(f"{why.rstrip('.')}. This run cannot continue without it.")
         consequence.__dict__["is_consequence"] = True
         raise consequence from None

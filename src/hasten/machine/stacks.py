@@ -169,7 +169,7 @@ def _waits_in(frames: Sequence[Frame]) -> str:
             return "an agreement with the other processes"
         if frame.within(_JOINING):
             return "the background save"
-        if frame.owner == "torch" and frame.file.endswith("distributed_c10d.py"):
+        if frame.owner == "torch" and frame.file.endswith(("distributed_c10d.py", "_functional_collectives.py")):
             return frame.name
         if frame.owner in ("user", "installed"):
             return ""

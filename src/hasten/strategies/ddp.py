@@ -332,6 +332,12 @@ class DDPStrategy(ParallelStrategy):
         assert holder.ddp is not None
         return holder.ddp
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(self.model, DistributedDataParallel):
+            # Its buckets are read by all processes together, and the others may be elsewhere.
+            self.model = self.model.module.module
+
     def teardown(self) -> None:
         model = self.model
         # For checkpoints that are saved after the run.

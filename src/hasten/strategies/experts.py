@@ -39,7 +39,7 @@ class ExpertStyle(ParallelStyle):
     # Whether the processes of a group have different tokens, and send them to each other.
     sends_tokens = False
     # What asks for it, and for the number of processes, in messages.
-    argument, size_argument = "plan", "tensor_parallel_size"
+    argument, size_argument = "plan", "the tensor-parallel size"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -142,7 +142,7 @@ class SplitExperts(ExpertStyle):
                 raise make_error(
                     ValueError,
                     f"{where} has {name!r} with {width} hidden features, which {size} processes cannot share equally.",
-                    fix=f"Choose a tensor_parallel_size that divides {width}, or expert_parallel=True.",
+                    fix=f"Choose a tensor-parallel size that divides {width}, or expert_parallel=True.",
                     argument="plan",
                 )
 

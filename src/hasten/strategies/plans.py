@@ -30,7 +30,6 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.tree import ABSENT, map_tensors
 from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
 
-OWNER = "ModelParallelStrategy"
 # The dimension of the mesh over which layers are split.
 TENSOR = "tensor_parallel"
 
@@ -381,7 +380,7 @@ def resolve(
         if sequence_parallel:
             raise make_error(
                 ValueError,
-                f"{OWNER}(plan={{...}}, sequence_parallel=True): it completes plan='auto'.",
+                "plan={...}, sequence_parallel=True: it completes plan='auto'.",
                 fix=(
                     "In a plan of your own, give the norms SequenceParallel() and the layers beside them input_layouts "
                     "and output_layouts of Shard(1)."
@@ -391,7 +390,7 @@ def resolve(
         if expert_parallel:
             raise make_error(
                 ValueError,
-                f"{OWNER}(plan={{...}}, expert_parallel=True): it completes plan='auto'.",
+                "plan={...}, expert_parallel=True: it completes plan='auto'.",
                 fix="In a plan of your own, give the modules that hold the experts the style 'expert'.",
                 argument="plan",
             )
@@ -399,7 +398,7 @@ def resolve(
         if loss_parallel and not any(_returns_split_logits(style) for style, _ in named.values()):
             raise make_error(
                 ValueError,
-                f"{OWNER}(plan={{...}}, loss_parallel=True): no layer returns logits that are split over the classes.",
+                "plan={...}, loss_parallel=True: no layer returns logits that are split over the classes.",
                 fix="Give the output layer ColwiseParallel(output_layouts=Shard(-1), use_local_output=False).",
                 argument="plan",
             )
@@ -411,7 +410,7 @@ def resolve(
     for part in parts:
         _check(part, size)
         if isinstance(part.style, ExpertStyle):
-            part.style.check(part.module, size, f"{OWNER}(plan=...): {part.name!r}")
+            part.style.check(part.module, size, f"plan=...: {part.name!r}")
     return parts
 
 
@@ -428,7 +427,7 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
             generic = sorted({_generic(name) for name in names if name})
             raise make_error(
                 ValueError,
-                f"{OWNER}(plan={{{pattern!r}: ...}}): {type(model).__name__} has no module of this name.",
+                f"plan={{{pattern!r}: ...}}: {type(model).__name__} has no module of this name.",
                 fix=f"{did_you_mean(pattern, generic) or f' Its modules are, among others: {_some(generic)}.'}",
                 argument="plan",
             )
@@ -436,7 +435,7 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
             if name in named:
                 raise make_error(
                     ValueError,
-                    f"{OWNER}(plan={{...}}): {named[name][1]!r} and {pattern!r} both name {name!r}.",
+                    f"plan={{...}}: {named[name][1]!r} and {pattern!r} both name {name!r}.",
                     fix="Leave one out.",
                     argument="plan",
                 )
@@ -478,7 +477,7 @@ def _check_found(model: nn.Module, named: _Named, expert_parallel: bool) -> None
         ready = ", ".join(_READY)
         raise make_error(
             ValueError,
-            f"{OWNER}(plan='auto'): {type(model).__name__} has no plan: it holds neither a Hugging Face model with a "
+            f"plan='auto': {type(model).__name__} has no plan: it holds neither a Hugging Face model with a "
             f"tp_plan (or {ready}) nor an nn.TransformerEncoderLayer.",
             fix="Pass plan={pattern: style}.",
             argument="plan",
@@ -486,7 +485,7 @@ def _check_found(model: nn.Module, named: _Named, expert_parallel: bool) -> None
     if expert_parallel and not any(isinstance(style, WholeExperts) for style, _ in named.values()):
         raise make_error(
             ValueError,
-            f"{OWNER}(plan='auto', expert_parallel=True): no plan in {type(model).__name__} names experts.",
+            f"plan='auto', expert_parallel=True: no plan in {type(model).__name__} names experts.",
             fix="Leave it out, or give the modules that hold the experts the style 'expert': plan={pattern: 'expert'}.",
             argument="plan",
         )
@@ -503,7 +502,7 @@ def _check_parameters(module: nn.Module, prefix: str, patterns: Mapping[str, str
                 continue
             raise make_error(
                 ValueError,
-                f"{OWNER}(plan='auto'): the plan of the model gives the parameter {f'{owner}.{own}'!r} the style "
+                f"plan='auto': the plan of the model gives the parameter {f'{owner}.{own}'!r} the style "
                 f"{style!r}, which hasten has for layers and experts only.",
                 fix="Pass plan={pattern: style} with the layers to split.",
                 argument="plan",
@@ -543,7 +542,7 @@ def _style(style: object, pattern: str) -> ParallelStyle:
         return style
     if isinstance(style, str) and style in _STYLES:
         return _STYLES[style]()
-    given = f"{OWNER}(plan=...): the style {style!r} of {pattern!r}"
+    given = f"plan=...: the style {style!r} of {pattern!r}"
     if isinstance(style, str):
         known = [*_STYLES, _WHOLE]
         raise make_error(
@@ -577,7 +576,7 @@ def _some(names: list[str]) -> str:
 
 def _check(part: Part, size: int) -> None:
     module, style = part.module, part.style
-    where = f"{OWNER}(plan=...): {part.name!r}"
+    where = f"plan=...: {part.name!r}"
     if isinstance(module, nn.MultiheadAttention) or isinstance(part.owner, nn.MultiheadAttention):
         raise make_error(
             TypeError,
@@ -605,7 +604,7 @@ def _check(part: Part, size: int) -> None:
         raise make_error(
             ValueError,
             f"{where} has {field}={width}, which {size} processes cannot share equally.",
-            fix=f"Choose a tensor_parallel_size that divides {width}, or leave this layer out of the plan.",
+            fix=f"Choose a tensor-parallel size that divides {width}, or leave this layer out of the plan.",
         )
     if splits and isinstance(style, ColwiseParallel):
         _check_heads(part, size)
@@ -626,8 +625,8 @@ def _check_heads(part: Part, size: int) -> None:
         field = next((field for field in fields if getattr(config, field, None) == heads), "heads")
         raise make_error(
             ValueError,
-            f"{OWNER}(plan=...): {part.name!r} has {field}={heads}, which {size} processes cannot share equally.",
-            fix=f"Choose a tensor_parallel_size that divides {heads}.",
+            f"plan=...: {part.name!r} has {field}={heads}, which {size} processes cannot share equally.",
+            fix=f"Choose a tensor-parallel size that divides {heads}.",
             argument="plan",
         )
 
@@ -656,8 +655,7 @@ def _tie(tied: list[_Places]) -> None:
             if getattr(own, "placements", None) != getattr(shared, "placements", None):
                 raise make_error(
                     ValueError,
-                    f"{OWNER}(plan=...): {first_full!r} and {full!r} are one parameter, and the plan splits them "
-                    "differently.",
+                    f"plan=...: {first_full!r} and {full!r} are one parameter, and the plan splits them differently.",
                     fix="Name both with styles that split the same dimension, or leave both out.",
                     argument="plan",
                 )
@@ -678,7 +676,7 @@ def _split_loss(model: nn.Module, named: _Named, sequence_parallel: bool) -> Non
         found = _some(output) if output else "none"
         raise make_error(
             ValueError,
-            f"{OWNER}(plan='auto', loss_parallel=True): it needs one output layer that the plan splits by columns, "
+            f"plan='auto', loss_parallel=True: it needs one output layer that the plan splits by columns, "
             f"and {type(model).__name__} has {found}.",
             fix="Leave out loss_parallel, or pass plan={...}.",
             argument="plan",
@@ -764,7 +762,7 @@ def _is_norm(module: object) -> bool:
 def _no_sequence(model: nn.Module, reason: str) -> ValueError:
     return make_error(
         ValueError,
-        f"{OWNER}(plan='auto', sequence_parallel=True): {type(model).__name__}: {reason}.",
+        f"plan='auto', sequence_parallel=True: {type(model).__name__}: {reason}.",
         fix="Leave out sequence_parallel, or pass plan={...} with SequenceParallel() styles.",
         argument="plan",
     )
