@@ -150,6 +150,9 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         ({"parallelize_fn": 2}, TypeError, "parallelize_fn", "2"),
         ({"tensro": 2}, TypeError, "tensro", "'tensor'"),
         ({"pipeline": "auto"}, TypeError, "pipeline", "'auto'"),
+        ({"schedule": "GPipe"}, ValueError, "schedule", "pipeline"),
+        ({"micro_batches": 4}, ValueError, "micro_batches", "pipeline"),
+        ({"split": ["layers.1"]}, ValueError, "split", "pipeline"),
         ({"pipeline_stages": 2}, TypeError, "pipeline_stages", "MeshStrategy(pipeline=N)"),
     ):
         with refused((ValueError, TypeError), argument, says=says) as caught:

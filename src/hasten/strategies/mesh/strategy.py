@@ -320,9 +320,13 @@ class MeshStrategy(ParallelStrategy):
         self.pipeline: Pipeline | None = None
         if pipeline > 1:
             self._make_pipeline(schedule, split, micro_batches)
-        elif split is not None or micro_batches is not None:
+            return
+        parts = {"split": split is not None, "micro_batches": micro_batches is not None, "schedule": schedule != "1F1B"}
+        if without := [name for name, is_given in parts.items() if is_given]:
             raise MisconfigurationException(
-                f"{owner}(split or micro_batches): they divide a pipeline.", fix="Pass pipeline=2, or leave them out."
+                f"{owner}({without[0]}=...): it is for a pipeline.",
+                fix="Pass pipeline=2, or leave it out.",
+                argument=without[0],
             )
 
     def _make_pipeline(self, schedule: str, split: Sequence[str] | None, micro_batches: int | None) -> None:
