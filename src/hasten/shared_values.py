@@ -194,8 +194,10 @@ class SharedValues:
             patience_seconds=agreement.PATIENCE_WITH_WORK_SECONDS,
             ask=(f"log/{self._number}", [number, moment]),
         )
-        if any(found is None and agreement.last_word(rank) for rank, found in enumerate(by_rank)):
-            raise ConnectionError("another process has left the run")  # The strategy says with which error.
+        for rank, found in enumerate(by_rank):
+            if found is None and (word := agreement.last_word(rank)):
+                # ``naming_who_ended`` makes it the error of a lost connection.
+                raise ConnectionError(f"the process of rank {rank} left the run with {word}")
         # A process that continued without an answer reduces the same values as the last time, like this one.
         _check_same([set(before if found is None else found) for found in by_rank])
 

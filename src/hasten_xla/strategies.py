@@ -567,7 +567,7 @@ def _take_chip(device: torch.device) -> torch.device:
 
 def _classes(policy: object) -> tuple[type[nn.Module], ...]:
     given: Any = () if policy is None else (policy,) if isinstance(policy, type) else policy
-    is_listed = isinstance(given, (set, frozenset, list, tuple))
+    is_listed = isinstance(given, Collection) and not isinstance(given, (str, bytes))
     if not is_listed or not all(isinstance(k, type) and issubclass(k, nn.Module) for k in given):
         raise make_error(
             TypeError,

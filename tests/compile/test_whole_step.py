@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, Rprop
 import hasten as L
 from hasten._lib import torch_private
 from hasten.compile.settings import CompileSettings
-from hasten.compile.whole_step import Clipping
+from hasten.compile.whole_step import Clipping, Update, _update
 from hasten.loops import prepare
 from tests.compile.test_compile import Losses, Net, graphs
 from tests.models import loader, quiet, same_weights
@@ -120,6 +120,32 @@ def test_the_powers_of_adam_are_not_in_a_graph_of_the_cpu() -> None:
     fitted(lambda: Model(AdamW), compile=compile, max_epochs=1, limit_train_batches=3, limit_val_batches=0)
     assert any("lerp" in name for name in traced)
     assert [name for name in traced if "pow" in name] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "weight_decay": 0.1}, {"maximize": True}])
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_the_arithmetic_of_adam_is_that_of_torch(kind: type[Adam], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    starts = [torch.randn(shape) for shape in ((7,), (3, 2), ())]
+    own, theirs = [[start.clone().requires_grad_() for start in starts] for _ in range(2)]
+    optimizers = [kind(weights, lr=0.01, betas=(0.8, 0.99), foreach=False, **options) for weights in (own, theirs)]
+    for number in range(5):
+        for each in zip(own, theirs, strict=True):
+            gradient = torch.randn(each[0].shape)
+            for weight in each:
+                weight.grad = gradient.clone()
+        optimizers[1].step()
+        if number == 0:
+            optimizers[0].step()
+            # Weights of a group may have made different numbers of steps.
+            for optimizer in optimizers:
+                optimizer.state[optimizer.param_groups[0]["params"][1]]["step"].fill_(10_000)
+            continue
+        groups = Update(optimizers[0], records=False).inputs()
+        assert groups is not None
+        with torch.no_grad():
+            _update(groups, [weight.grad for weight in own], is_sgd=False)
+        torch.testing.assert_close(own, theirs, rtol=2e-7, atol=1e-7)
 
 
 def test_changes_in_place_survive_the_tracing_of_backward() -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hasten._lib.errors import is_absent, parts_of
 from tests.fuzz.running import Found
@@ -96,9 +95,18 @@ def calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return name, {argument: draw(anything) for argument in chosen}
 
 
-# What Trainer and Fabric take beside their annotations, because Lightning's take it.
+# What is taken beside the annotations, because Lightning's classes take it.
 _NONE_IS_DEFAULT = frozenset({"accelerator", "fast_dev_run", "max_steps", "strategy"})
 _INF_IS_NO_LIMIT = frozenset({"max_epochs", "max_steps", "num_sanity_val_steps"})
+
+
+def is_taken_as_by_lightning(name: str, argument: str, value: Any) -> bool:
+    """Return whether a class takes a value that its annotation does not name."""
+    if name in ("Trainer", "Fabric"):
+        return argument in (_NONE_IS_DEFAULT if value is None else _INF_IS_NO_LIMIT if _equal(value, math.inf) else ())
+    # A threshold may be a metric.
+    return name == "EarlyStopping" and argument.endswith("_threshold") and getattr(value, "ndim", None) is not None
+
 
 # The types of errors that say what is wrong with an argument. An OSError is about a folder that is there.
 SENSIBLE = (TypeError, ValueError, OSError, NotImplementedError, ModuleNotFoundError)
@@ -129,10 +137,7 @@ def check_call(call: tuple[str, dict[str, Any]]) -> None:
         raise Found(f"{name}: {where(error)}", f"{shown}\n  {error!r}") from error
     else:
         for argument, value in given.items():
-            is_known = argument in (
-                _NONE_IS_DEFAULT if value is None else _INF_IS_NO_LIMIT if _equal(value, math.inf) else ()
-            )
-            if is_known:
+            if is_taken_as_by_lightning(name, argument, value):
                 continue
             if not fits(value, hints_of(CLASSES[name]).get(argument, Any)):
                 raise Found(f"{name}({argument}=...) takes any value", shown)
@@ -212,8 +217,7 @@ def _fits_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return _is_whole(value)
     if kind is float:
-        is_scalar = isinstance(value, Tensor) and value.numel() == 1
-        return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
+        return isinstance(value, Real) and not isinstance(value, bool)
     if kind is collections.abc.Callable:
         return callable(value)
     if kind in _COLLECTIONS:

@@ -79,6 +79,7 @@ def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change(
     assert verdict.code == 1
     assert verdict.headline.startswith("Trainer.save_checkpoint() is called on rank 0 and not on rank 1.")
     assert decision(waiting(16, **saving), late(16, waits=True)) == (True, 1)
+    assert decision(waiting(16, **saving), late(16, waits=True, saves=True)) == (False, None)
     # It may come to it.
     assert decision(waiting(16, **saving), waiting(16)) == (False, None)
     assert decision(waiting(16, **saving), waiting(16, **saving)) == (False, None)

@@ -245,7 +245,7 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
         ({"schedule": "ZBVZeroBubble", "split": ["a"]}, "split", "its number of stages is 4"),
         ({"schedule": "Interleaved1F1B", "micro_batches": 5}, "micro_batches", "rounds of at least 2"),
         ({"state_dict_type": "sharded"}, "state_dict_type", "files"),
-        ({"pipeline": 1, "split": ["a"]}, "", "divide a pipeline"),
+        ({"pipeline": 1, "split": ["a"]}, "split", "for a pipeline"),
     ):
         with refused((ValueError, TypeError), argument, says=says):
             MeshStrategy(**{"pipeline": 2, **arguments})

@@ -312,18 +312,20 @@ def remove_ddp_hooks(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
-def gradient_buckets(ddp: Any) -> list[list[int]] | None:
+def gradient_buckets(ddp: Any, *, alone: bool = False) -> list[list[int]] | None:
     """Return the parameters in each message of a ``DistributedDataParallel``, by number; None before its first step.
 
     In its first step DDP sends all gradients in one message, in the reverse order of the parameters, and in later ones
-    in the order in which the first step had them. All processes call it.
+    in the order in which the first step had them. All processes call it, or with ``alone`` any of them: then they are
+    known from the second step on.
     """
     key = "rebuilt_per_bucket_param_indices"
     if key not in ddp._get_ddp_logging_data():
         # What the next forward does. It is an error between forward and backward.
         reducer: Any = ddp.reducer
         with suppress(RuntimeError):
-            ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()
+            if not alone:
+                ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()
             ddp.logger.set_runtime_stats_and_log()
     text: str = ddp._get_ddp_logging_data().get(key, "")
     return [[int(number) for number in bucket.split()] for bucket in text.split(",")] if text else None

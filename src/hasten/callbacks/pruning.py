@@ -105,9 +105,11 @@ class ModelPruning(Callback):
                 check.callable_(owner, name, decision, allowed=allowed, error=error)
         for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
             check.whole(owner, name, number, allow_none=True, error=error)
-        allowed, kinds = "a list of (module, name)", (list, tuple, Iterator, nn.Module)
+        allowed, kinds = "a list of (module, name)", (Iterable, nn.Module)
         requested: Parameters = () if parameters_to_prune is None else parameters_to_prune
-        check.instance(owner, "parameters_to_prune", requested, kinds, allowed, error=error)
+        given: Any = requested
+        if isinstance(given, (str, bytes)) or not isinstance(given, kinds):
+            raise check.wrong_type(owner, "parameters_to_prune", given, allowed, error=error)
         for name in parameter_names or ():
             check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
         if not callable(amount):

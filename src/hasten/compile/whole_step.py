@@ -183,7 +183,8 @@ class Update:
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         if self._is_sgd:
             return {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-        beta1, beta2 = group["betas"]
+        # Numbers of the graph, where reading them does not wait for a device.
+        beta1, beta2 = (float(b) if isinstance(b, Tensor) and b.is_cpu else b for b in group["betas"])
         options = {name: group[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")}
         decoupled = isinstance(self.optimizer, AdamW) or group.get("decoupled_weight_decay", False)
         return {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled, **options}
@@ -198,28 +199,31 @@ def _factors(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
     decay = 1 - rate * group["weight_decay"]
     counts = [step.item() + 1 for step in steps]
     of = {count: (decay, -rate / (1 - beta1**count), (1 - beta2**count) ** 0.5) for count in set(counts)}
-    return torch.frombuffer(array("d", [number for count in counts for number in of[count]]), dtype=torch.float64)
+    numbers = array("d", [number for count in counts for number in of[count]])
+    return torch.frombuffer(numbers, dtype=torch.float64).view(-1, 3)
 
 
 def _adam_on_cpu(
     weights: list[Tensor], gradients: list[Tensor], lists: list[list[Tensor]], factors: list[Tensor], options: Any
 ) -> None:
     """Do what ``torch.optim.adam.adam`` does, with factors that are known before."""
-    for weight, gradient, given, average, square, step, *largest in zip(
+    for weight, gradient, numbers, average, square, step, *largest in zip(
         weights, gradients, factors, *lists, strict=True
     ):
+        # Beside a weight without dimensions, 64 bits would be those of the result.
+        decay, change, root = numbers.unbind() if weight.dim() else numbers.to(weight.dtype).unbind()
         step += 1
         if options["maximize"]:
             gradient = -gradient
         if options["decoupled_weight_decay"]:
-            weight *= given[0]
+            weight *= decay
         elif options["weight_decay"]:
             gradient = gradient.add(weight, alpha=options["weight_decay"])
         average.lerp_(gradient, 1 - options["beta1"])
         square.mul_(options["beta2"]).addcmul_(gradient, gradient, value=1 - options["beta2"])
         if largest:
             square = largest[0].copy_(torch.maximum(largest[0], square))
-        weight.addcdiv_(average * given[1], (square.sqrt() / given[2]).add_(options["eps"]))
+        weight.addcdiv_(average * change, (square.sqrt() / root).add_(options["eps"]))
 
 
 def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: bool) -> None:
@@ -246,8 +250,8 @@ def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: 
             # Of any type: the compiler takes a rate that is a tensor.
             lr: Any = rate
             sgd(changed, with_gradient, buffers, lr=lr, foreach=foreach, fused=False, **options)
-        elif rate.numel() > 1:
-            _adam_on_cpu(changed, with_gradient, lists, [rate[3 * index :] for index in used], options)
+        elif rate.dim() == 2:
+            _adam_on_cpu(changed, with_gradient, lists, [rate[index] for index in used], options)
         else:
             averages, squares, steps, *largest = lists
             adam(

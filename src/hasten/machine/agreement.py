@@ -28,8 +28,8 @@ from hasten._lib.rank_zero import log
 from hasten.machine.host import process_has_ended
 
 PATIENCE_SECONDS = 60.0
-# Where a process may work alone, such as write figures after a step; one that is stuck is the watchdog's to end.
-PATIENCE_WITH_WORK_SECONDS = 7200.0
+# Where a process may work alone, such as write figures after a step or an evaluation.
+PATIENCE_WITH_WORK_SECONDS = 600.0
 NOTICE_SECONDS = 15.0
 _POLL_SECONDS = 0.002
 # After this time, missing processes are asked whether they have passed the place already.
@@ -238,7 +238,10 @@ def exchange(
         if waited > NOTICE_SECONDS and not noticed:
             noticed = True
             absent = [other for other, key in enumerate(keys) if not messages.check([key])]
-            log.warning(f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {format_ranks(absent)} ({what or place}).")
+            log.warning(
+                f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {format_ranks(absent)} ({what or place}), and "
+                f"gives up after {patience_seconds:.0f} s."
+            )
         time.sleep(_POLL_SECONDS)
     return [json.loads(messages.get(key)) if messages.check([key]) else None for key in keys]
 

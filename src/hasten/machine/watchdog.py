@@ -168,7 +168,7 @@ def _never_ends(beats: dict[int, Beat], late: list[int], ended: Sequence[int]) -
         text = f"{format_ranks(list(ended))} {'has' if len(ended) == 1 else 'have'} ended in the middle of the run."
         return text[0].upper() + text[1:]
     # A rank that is behind may still be in a collective of a checkpoint that the others have completed.
-    completes = any(beats[rank].in_save_checkpoint for rank in late)
+    completes = any(beats[rank].in_save_checkpoint or beats[rank].saves for rank in late)
     return "" if completes or not all(beat.waits for beat in beats.values()) else _saved_on_some(beats)
 
 

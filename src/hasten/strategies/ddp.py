@@ -334,8 +334,9 @@ class DDPStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if isinstance(self.model, DistributedDataParallel):
-            # Its buckets are read by all processes together, and the others may be elsewhere.
+        # An error of the program may be that of one process, and the others may be elsewhere. A signal stops them all.
+        if isinstance(self.model, DistributedDataParallel) and isinstance(exception, Exception):
+            self._last_buckets = torch_private.gradient_buckets(self.model, alone=True)
             self.model = self.model.module.module
 
     def teardown(self) -> None:

@@ -7,7 +7,7 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -61,6 +61,8 @@ def kind_of(sample: object) -> Kind:
             raise NoColumnsError("a tensor is sparse, quantized or requires a gradient")
         return ("tensor", tuple(value.shape), value.dtype)
     if kind in (int, float, bool):
+        if kind is int and value.bit_length() > 63:
+            raise NoColumnsError("a whole number needs more than 64 bits")
         return ("plain", kind)
     if kind in (str, bytes):
         return ("text", kind)
@@ -240,7 +242,7 @@ class DatasetReader:
                 fix="Give it a __len__, or leave it out.",
                 argument=self._named,
             )
-        if isinstance(dataset, Mapping) and any(index not in dataset for index in range(len(dataset))):
+        if type(dataset) is dict and any(index not in dataset for index in (0, len(dataset) - 1)):
             raise make_error(
                 TypeError,
                 f"{start}, whose samples have no numbers from 0.",
@@ -419,8 +421,7 @@ class _Chunks(DatasetProxy):
         samples = samples_at(dataset, indices)
         drawn = watch.drawn()
         kinds: set[Kind] = set()
-        # A ValueError is for whole numbers that 64 bits do not hold: a collate function may take them.
-        with suppress(NoColumnsError, ValueError):
+        with suppress(NoColumnsError):
             kinds.update(map(kind_of, samples))
             if len(kinds) == 1:
                 return kinds.pop(), default_collate(samples), drawn

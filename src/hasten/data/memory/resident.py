@@ -80,6 +80,9 @@ class ResidentLoader(DataLoader[Any]):
         check.declared(ResidentLoader.__init__, locals())
         if isinstance(dataset, (str, bytes)):
             raise check.wrong("ResidentLoader", "dataset", dataset, "a dataset")
+        place = as_device("ResidentLoader", device)
+        if place is not None and is_cuda(place) and (place.index or 0) >= torch.cuda.device_count():
+            raise check.wrong("ResidentLoader", "device", device, "'cpu', or a GPU that this machine has")
         check.whole("ResidentLoader", "batch_size", batch_size, at_least=1, unit="samples")
         super().__init__(
             cast("Dataset[Any]", dataset),
@@ -92,9 +95,7 @@ class ResidentLoader(DataLoader[Any]):
             generator=generator,
             pin_memory=pin_memory,
         )
-        self.__dict__.update(
-            _held(self, as_device("ResidentLoader", device), "ResidentLoader(dataset=...)", "its loader")
-        )
+        self.__dict__.update(_held(self, place, "ResidentLoader(dataset=...)", "its loader"))
 
     def _get_iterator(self) -> Any:
         index_batches = torch_private.indices_of(self)
@@ -334,13 +335,6 @@ def _on_device(data: Columns | list[Any], device: torch.device, argument: str, n
             fix="Use resident=True, which holds them on the host.",
         )
     if is_cuda(device):
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise make_error(
-                ValueError,
-                f"{argument}: this machine has no {device} to hold {name} on.",
-                fix="Leave out device, or use 'cpu'.",
-                argument="device",
-            )
         free = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
         if data.size_bytes > free:
             raise make_error(

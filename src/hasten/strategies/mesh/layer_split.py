@@ -140,7 +140,7 @@ class LayerSplit:
                 )
         elif self._function is None and sizes.processes > 1 and not is_divided:
             raise MisconfigurationException(
-                f"{self._owner}({self._argument}={sizes.tensor}): nothing divides {name_of(module)}.",
+                f"{self._owner}(plan=None) on {sizes.processes} processes: nothing divides {name_of(module)}.",
                 fix="Pass plan='auto' or plan={name: style}, or divide it in configure_model() with self.device_mesh.",
             )
         if sizes.tensor > 1 and not self.styles and not any(map(_is_split, module.parameters())):
