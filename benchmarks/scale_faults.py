@@ -145,7 +145,11 @@ def train(name: str, strategy: str, folder: Path, *, resumes: bool) -> None:
             if resumes:
                 return
             if name == "bucket returns" and rank == 0 and step in (FAULT_STEP - EVERY, FAULT_STEP + EVERY):
-                away.touch() if step < FAULT_STEP else away.unlink()
+                if step < FAULT_STEP:
+                    away.touch()
+                else:
+                    time.sleep(0.5)  # Longer than both tries of an upload.
+                    away.unlink()
             if step != FAULT_STEP:
                 return
             if (name, rank) in (("killed", 2), ("first killed", 0)):
