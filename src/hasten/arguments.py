@@ -591,11 +591,8 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
                     argument=name,
                 )
         elif unit == "time":
-            raise WrongType(
-                f"Trainer({name}={check.shown(value)}):",
-                fix=f"use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, not {type(value).__name__}.",
-                argument=name,
-            )
+            allowed = "'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict"
+            raise check.wrong_type("Trainer", name, value, allowed)
         if unit in found:
             raise MisconfigurationException(
                 f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}.",

@@ -321,15 +321,15 @@ def _present_accelerators() -> list[str]:
     return ["auto", *present, *(["gpu"] if {"cuda", "mps"} & set(present) else [])]
 
 
-def _wrong_accelerator(accelerator: object, owner: str) -> WrongType:
+def _wrong_accelerator(accelerator: object, owner: str) -> Exception:
     """Return the error for something that is neither a name nor an Accelerator."""
     argument = "accelerator"
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
         name = accelerator.__name__
         return WrongType(f"{owner}(accelerator={name}): that is a class.", fix=f"Write {name}().", argument=argument)
-    allowed, kind = _listed(_present_accelerators()), type(accelerator).__name__
-    fix = f"use one of {allowed}, or an Accelerator, not {kind}."
-    return WrongType(f"{owner}(accelerator={check.shown(accelerator)}):", fix=fix, argument=argument)
+    return check.wrong_type(
+        owner, argument, accelerator, f"one of {_listed(_present_accelerators())}, or an Accelerator"
+    )
 
 
 def _why_no_accelerator(shown: str, name: str) -> tuple[str, str]:
@@ -426,12 +426,7 @@ def _strategy(
             argument="strategy",
         )
     else:
-        kind = type(strategy).__name__
-        raise WrongType(
-            f"{owner}(strategy={check.shown(strategy)}):",
-            fix=f"use a name such as 'ddp', or a Strategy object, not {kind}.",
-            argument="strategy",
-        )
+        raise check.wrong_type(owner, "strategy", strategy, "a name such as 'ddp', or a Strategy object")
     given = f"{owner}(strategy={strategy!r}"
     _check_kind_of_device(chosen, accelerator, devices[0].type, given)
     if isinstance(chosen, OneProcess) and not chosen.takes_all_devices and count > 1:

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 from hasten._lib import torch_private
+from hasten._lib.tree import is_absent
 from hasten.loops import micro_batches
 from hasten.memory import offloaded
 from hasten.strategies import MeshStrategy
 from hasten.strategies.context import attention
-from hasten.strategies.mesh.stages import is_absent
 from tests.models import quiet
 
 

@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 import hasten as L
+from hasten._lib.tree import is_absent
 from hasten.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from hasten.strategies.mesh.stages import is_absent
 from hasten_tools.plan import Ledger
 
 WORDS, WIDTH, TOKENS = 300, 96, 40

@@ -377,11 +377,16 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 def sharded_parameter(module: nn.Module) -> str | None:
     """Return the name of a parameter of ``module`` of which other processes have a part or all; None if none has."""
-    return next((name for name, p in module.named_parameters() if is_sharded(p) or hasattr(p, ABSENT)), None)
+    return next((name for name, p in module.named_parameters() if is_sharded(p) or is_absent(p)), None)
 
 
 # The attribute of a parameter whose values another process has: one with another stage of a pipeline.
 ABSENT = "_hasten_absent"
+
+
+def is_absent(parameter: Tensor) -> bool:
+    """Return whether the values of a parameter are in the process of another stage."""
+    return hasattr(parameter, ABSENT)
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:

@@ -18,7 +18,7 @@ from hasten._lib.device import as_device
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten._lib.tree import ABSENT, by_kind
+from hasten._lib.tree import by_kind, is_absent
 from hasten.checkpoint.snapshots import showing
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
@@ -707,7 +707,7 @@ class StochasticWeightAveraging(WeightAveraging):
                 "steps the optimizer itself."
             )
             fix = "Use automatic optimization or WeightAveraging."
-        elif any(hasattr(parameter, ABSENT) for parameter in pl_module.parameters()):
+        elif any(map(is_absent, pl_module.parameters())):
             problem = ": with MeshStrategy(pipeline=...), no process has the average of all layers."
             fix = "Use WeightAveraging or EMAWeightAveraging."
         if problem:

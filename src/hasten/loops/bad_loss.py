@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hasten._lib import torch_private
 from hasten._lib.errors import BadLossError, make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten._lib.tree import ABSENT, by_kind, parameters_of
+from hasten._lib.tree import by_kind, is_absent, parameters_of
 from hasten.checkpoint.snapshots import SavedBuffers
 from hasten.loops.saved_state import StepState
 from hasten.loops.user_code import with_batch_idx_if_taken
@@ -417,7 +417,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
     found += [
         f"The parameter {name} was not finite before. "
         for name, parameter in run.module.named_parameters()
-        if not hasattr(parameter, ABSENT)
+        if not is_absent(parameter)
         and not all(_are_finite([], [part] if (part := torch_private.local_part(parameter.detach())).numel() else []))
     ]
     # Of a divided module no process computes a batch alone.

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import ABSENT, map_tensors
+from hasten._lib.tree import is_absent, map_tensors
 from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
 
 # The dimension of the mesh over which layers are split.
@@ -287,7 +287,7 @@ def _was_split(part: Part, plan: Plan) -> bool:
 
 def _split_part(part: Part, mesh: DeviceMesh) -> None:
     own = dict(part.module.named_parameters())
-    absent = {name: parameter for name, parameter in own.items() if hasattr(parameter, ABSENT)}
+    absent = {name: parameter for name, parameter in own.items() if is_absent(parameter)}
     if absent and len(absent) == len(own):
         # Another stage of a pipeline has it.
         return

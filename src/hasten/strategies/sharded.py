@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.torch_private import ShardedPart
-from hasten._lib.tree import ABSENT, as_bytes, by_kind, is_sharded, leaves, map_tensors, parameters_of
+from hasten._lib.tree import as_bytes, by_kind, is_absent, is_sharded, leaves, map_tensors, parameters_of
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import mapped_tensors
@@ -508,7 +508,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, sharing its memory: of another stage's parameter nothing."""
     value: Any = tensor
     part: Tensor = value.to_local() if is_sharded(value) else value
-    return part.new_empty(0) if hasattr(value, ABSENT) else part
+    return part.new_empty(0) if is_absent(value) else part
 
 
 def as_shard(part: Tensor, like: Tensor) -> Tensor:

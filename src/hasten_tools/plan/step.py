@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import set_during
-from hasten._lib.tree import leaves
+from hasten._lib.tree import is_absent, leaves
 from hasten.batching.split import measure as samples_of
 from hasten.extend.origin import FOLDERS
 from hasten.loggers.base import DummyLogger
@@ -26,7 +26,7 @@ from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
 from hasten.strategies.experts import holds_experts
-from hasten.strategies.mesh.stages import is_absent, stages_of_blocks
+from hasten.strategies.mesh.stages import stages_of_blocks
 from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.ledger import (

@@ -11,9 +11,9 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.tree import is_absent
 from hasten.strategies.mesh.blocks import name_of
 from hasten.strategies.mesh.sizes import EXPERT, TENSOR, MeshSizes
-from hasten.strategies.mesh.stages import is_absent
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,7 +14,7 @@ from torch import nn
 
 from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.tree import is_sharded
+from hasten._lib.tree import is_absent, is_sharded
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.strategies.mesh.blocks import (
     WrapPolicy,
@@ -26,7 +26,6 @@ from hasten.strategies.mesh.blocks import (
     name_of,
 )
 from hasten.strategies.mesh.sizes import EXPERT, TENSOR, ShardLayout
-from hasten.strategies.mesh.stages import is_absent
 from hasten.strategies.sharded import keep_class_name, sharded_parts
 
 if TYPE_CHECKING:
@@ -303,12 +302,8 @@ def _offload_policy(owner: str, cpu_offload: Any) -> Any:
     if isinstance(cpu_offload, CPUOffload):
         cpu_offload = cpu_offload.offload_params
     if cpu_offload is not None and not isinstance(cpu_offload, bool):
-        raise make_error(
-            TypeError,
-            f"{owner}(cpu_offload={check.shown(cpu_offload)}):",
-            fix=f"use True, False or torch's CPUOffloadPolicy, not {type(cpu_offload).__name__}.",
-            argument="cpu_offload",
-        )
+        allowed = "True, False or torch's CPUOffloadPolicy"
+        raise check.wrong_type(owner, "cpu_offload", cpu_offload, allowed, error=TypeError)
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
 
 

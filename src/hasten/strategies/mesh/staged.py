@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
-from hasten._lib.tree import parameters_of
-from hasten.strategies.mesh.stages import is_absent
+from hasten._lib.tree import is_absent, parameters_of
 from hasten.strategies.sharded import DTensorEngine, DTensorSharding, DTensorState, stored_items
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.observers import set_during
-from hasten._lib.tree import ABSENT, is_sharded, leaves, map_tensors
+from hasten._lib.tree import ABSENT, is_absent, is_sharded, leaves, map_tensors
 from hasten.seed import RandomGenerators
 from hasten.strategies.mesh.blocks import name_of
 
@@ -173,7 +173,7 @@ class Stages:
         tables = [(part._parameters, dict(part._parameters)) for part in module.modules()]
         for table, before in tables:
             for key, parameter in before.items():
-                if hasattr(parameter, ABSENT):
+                if parameter is not None and is_absent(parameter):
                     del table[key]
         try:
             yield set(self.absent)
@@ -269,11 +269,6 @@ class Stages:
 
     def _refused(self, what: str, fix: str) -> Exception:
         return MisconfigurationException(f"{self._owner}(pipeline=...): {what}", fix=fix, argument="pipeline")
-
-
-def is_absent(parameter: Tensor) -> bool:
-    """Return whether the values of a parameter are in the process of another stage."""
-    return hasattr(parameter, ABSENT)
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

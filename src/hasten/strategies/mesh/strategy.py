@@ -21,7 +21,7 @@ from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.torch_private import ShardedPart
-from hasten._lib.tree import is_sharded
+from hasten._lib.tree import is_absent, is_sharded
 from hasten.machine import collectives
 from hasten.precision.base import Precision
 from hasten.precision.builtin import HalfPrecision, MixedPrecision, is_mixed
@@ -43,7 +43,6 @@ from hasten.strategies.mesh.sizes import (
     ShardLayout,
     Size,
 )
-from hasten.strategies.mesh.stages import is_absent
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.sharded import (
     DTensorEngine,
