@@ -78,6 +78,11 @@ def llama() -> nn.Module:
     return of_transformers("Llama", num_key_value_heads=2)
 
 
+def odd_heads() -> nn.Module:
+    """Return a model whose heads do not divide over two or four processes; three have the same key."""
+    return of_transformers("Llama", hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
+
+
 def mistral() -> nn.Module:
     return of_transformers("Mistral", num_key_value_heads=2, sliding_window=5)
 
@@ -196,8 +201,9 @@ def test_four_processes_train_as_one() -> None:
     split = split_of_all()
     few = lambda: own(key_heads=2)  # noqa: E731
     same(*(trained(few, pairs(), loss_of_decoder, how, adam=True) for how in (None, split)))
-    for batches in (packed(length=22), answers_only()):
-        same(*(trained(llama, batches, loss_of_transformer, how) for how in (None, split)))
+    for make in (llama, odd_heads):
+        for batches in (packed(length=22), answers_only()):
+            same(*(trained(make, batches, loss_of_transformer, how) for how in (None, split)))
 
 
 @pytest.mark.world_size(2)
@@ -218,6 +224,7 @@ def test_models_of_transformers_train_as_on_one() -> None:
         (llama, (plain, packed(), padded("right"), padded("left"), padded("within"), answers_only(), explicit)),
         # Lengths that do not divide.
         (llama, (odd, with_mask, packed(length=21))),
+        (odd_heads, (plain, packed(), padded("left"), padded("within"), explicit)),
         (recomputed, (packed(),)),
         # Sliding windows, learned positions, attention to both sides.
         (mistral, (plain, packed(), padded("left"), padded("within"))),
@@ -239,7 +246,7 @@ class Encoder(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, dropout=0.0, batch_first=batch_first)
         self.encoder = nn.TransformerEncoder(layer, 2)
-        self.last = nn.MultiheadAttention(WIDTH, HEADS, kdim=8, vdim=8, batch_first=batch_first)
+        self.last = nn.MultiheadAttention(WIDTH, 1, kdim=8, vdim=8, batch_first=batch_first)
         self.narrow, self.out = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, WORDS)
         self.batch_first = batch_first
 
@@ -311,8 +318,11 @@ def test_masks_of_attention_are_gathered_or_cut() -> None:
         torch.testing.assert_close(own_rows.grad, bias.grad[:, here])  # type: ignore[index]
         with refused(ValueError, "attn_mask", fix="all 8 keys"):
             attention(*mine, bias[:, :4, :4])
-        with refused(ValueError, "context", fix="divides 3", says="3 heads"):
-            attention(*(each[:, :3] for each in mine))
+        # Three heads for two processes, and one head.
+        for few in (slice(0, 3), slice(3, 4)):
+            expected = F.scaled_dot_product_attention(q[:, few], k[:, few], v[:, few], bias[few])
+            attended = attention(*(each[:, few] for each in mine), own_rows[few])
+            torch.testing.assert_close(attended, expected[:, :, here])
         # Queries of one length, and keys of another.
         longer = attention(mine[0][:, :, :2], *mine[1:])
         both = F.scaled_dot_product_attention(torch.cat([q[:, :, :2], q[:, :, 4:6]], 2), k, v)
@@ -350,7 +360,6 @@ def test_modules_that_cannot_be_divided_are_refused() -> None:
         (Own(None), "", "no attention"),
         (nn.Sequential(nn.LSTM(4, 4)), "", "0 (LSTM)"),
         (nn.Sequential(nn.Conv1d(4, 4, 3)), "", "0 (Conv1d)"),
-        (nn.Sequential(nn.MultiheadAttention(6, 3)), "context", "3 heads"),
         (nn.Sequential(nn.MultiheadAttention(4, 2, add_zero_attn=True)), "", "add_zero_attn"),
     ):
         with refused(ValueError, argument, says=says):
@@ -361,7 +370,6 @@ def test_modules_that_cannot_be_divided_are_refused() -> None:
 
 def models_that_cannot_be_divided_are_refused(split: ContextSplit) -> None:
     for module, says in (
-        (of_transformers("Llama", hidden_size=24, num_attention_heads=3), "3 heads"),
         (of_transformers("Bert", "ForSequenceClassification"), "ForSequenceClassification"),
         (of_transformers("Roberta", "ForMaskedLM"), "positions from its tokens"),
         (of_transformers("T5", "ForConditionalGeneration", d_model=8, num_layers=1), "an encoder"),

@@ -126,16 +126,16 @@ class ContextSplit:
 
         Raises:
             MisconfigurationException: the module computes a token from others in a way that stays within a part: a
-                recurrent layer, a convolution, an attention of its own; or its heads cannot be divided.
+                recurrent layer, a convolution, an attention of its own.
 
         """
         models = _transformers_in(module)
         theirs = {part for model in models for part in model.modules()}
         layers = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
         for name, part in module.named_modules():
-            _check_layer(name, part, self.size)
+            _check_layer(name, part)
         for model in models:
-            _check_transformer(model, self.size)
+            _check_transformer(model)
         own = [part for part in module.modules() if part not in theirs]
         if not _check_own_code(own) and not models and not layers:
             raise MisconfigurationException(
@@ -526,7 +526,8 @@ def attention(
     """Same as ``torch.nn.functional.scaled_dot_product_attention``, over the sequences that processes share.
 
     Each process passes its part of the sequences with all heads. It gets all tokens of some heads, attends, and gets
-    its own tokens back, with all heads. Without context parallel, nothing is sent.
+    its own tokens back, with all heads. Where ``heads`` is no multiple of the number of processes, some get fewer and
+    compute zeros in their place. Without context parallel, nothing is sent.
 
     Args:
         query: ``(rows, heads, tokens, head_dim)``, this process's tokens.
@@ -545,8 +546,7 @@ def attention(
         ``(rows, heads, tokens, head_dim)``, this process's tokens.
 
     Raises:
-        MisconfigurationException: ``heads`` does not divide by the number of processes, a mask does not fit, or
-            arguments exclude each other.
+        MisconfigurationException: a mask does not fit, or arguments exclude each other.
 
     Example::
 
@@ -573,12 +573,17 @@ def attention(
     documents = documents or Documents(mask=attn_mask)
     if split is None:
         return _attend(query, key, value, documents, window, options)
+    heads, missing = query.size(1), -query.size(1) % split.size
+    if missing:
+        # Heads of zeros, whose results are left out: each process gets the same number.
+        key, value = (each.repeat_interleave(heads // each.size(1), 1) for each in (key, value))
+        query, key, value = (_with_heads(each, missing) for each in (query, key, value))
     if documents.mask is not None:
         tokens, all_keys = query.size(2), key.size(2) * split.size
         mask = _whole_mask(split, documents.mask, tokens, all_keys)
-        documents = Documents(mask=_of_own_heads(split, mask, query.size(1)))
+        documents = Documents(mask=_of_own_heads(split, mask, heads, missing))
     query, key, value = _to_heads(split, query, key, value)
-    return _to_tokens(split, _attend(query, key, value, documents, window, options))
+    return _to_tokens(split, _attend(query, key, value, documents, window, options))[:, :heads]
 
 
 def _attend(
@@ -678,9 +683,7 @@ def all_to_all(tensor: Tensor, group: ProcessGroup, sent: _Rows = None, received
 
 def _to_heads(split: ContextSplit, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Exchange this process's tokens of all heads for all tokens of its heads; one collective for equal lengths."""
-    size, heads = split.size, query.size(1)
-    if heads % size:
-        raise _indivisible("attention", heads, size)
+    size = split.size
     # Fewer heads of keys than processes: several processes get the same.
     times = math.lcm(key.size(1), size) // key.size(1)
     if times > 1:
@@ -719,25 +722,23 @@ def _whole_mask(split: ContextSplit, mask: Tensor, tokens: int, keys: int) -> Te
     return split.gather(mask, -2) if rows == tokens and rows > 1 else mask
 
 
-def _of_own_heads(split: ContextSplit, mask: Tensor, heads: int) -> Tensor:
-    """Return the part of a mask that belongs to the heads of this process."""
+def _of_own_heads(split: ContextSplit, mask: Tensor, heads: int, missing: int) -> Tensor:
+    """Return the part of a mask that belongs to the heads of this process, with ``missing`` more heads in all."""
     if mask.dim() < 3 or mask.size(-3) != heads or heads == 1:
         return mask
-    return mask.narrow(-3, split.rank * (heads // split.size), heads // split.size)
+    here = (heads + missing) // split.size
+    return _with_heads(mask, missing).narrow(-3, split.rank * here, here)
 
 
-def _indivisible(what: str, heads: int, size: int) -> MisconfigurationException:
-    return MisconfigurationException(
-        f"{OWNER}: {what} has {heads} heads, which do not divide over {size} processes.",
-        fix=f"Use a number of processes that divides {heads}.",
-        argument="context",
-    )
+def _with_heads(tensor: Tensor, missing: int) -> Tensor:
+    """Return a tensor ``(..., heads, tokens, width)`` with more heads: of zeros, or of True in a mask."""
+    return functional.pad(tensor, (0, 0, 0, 0, 0, missing), value=float(tensor.dtype == torch.bool))
 
 
 # -- modules of torch, and the code of the program
 
 
-def _check_layer(name: str, part: nn.Module, size: int) -> None:
+def _check_layer(name: str, part: nn.Module) -> None:
     """Refuse a layer of torch that computes tokens from others, unless it is an attention that can be replaced."""
     what = f"{name} ({type(part).__name__})"
     if isinstance(part, nn.RNNBase) or (isinstance(part, nn.Conv1d) and part.kernel_size != (1,)):
@@ -747,8 +748,6 @@ def _check_layer(name: str, part: nn.Module, size: int) -> None:
         )
     if not isinstance(part, nn.MultiheadAttention):
         return
-    if part.num_heads % size:
-        raise _indivisible(what, part.num_heads, size)
     if type(part).forward is not nn.MultiheadAttention.forward or part.bias_k is not None or part.add_zero_attn:
         raise MisconfigurationException(
             f"{OWNER}: {what} has a forward of its own, add_bias_kv or add_zero_attn.",
@@ -882,7 +881,7 @@ def _makes_positions(model: Any) -> bool:
     )
 
 
-def _check_transformer(model: Any, size: int) -> None:
+def _check_transformer(model: Any) -> None:
     """Refuse a model whose tokens meet elsewhere than in an attention that can be replaced."""
     config, text = model.config, model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -903,9 +902,6 @@ def _check_transformer(model: Any, size: int) -> None:
                 fix="Leave context parallel out.",
                 argument="context",
             )
-    heads = getattr(text, "num_attention_heads", size)
-    if heads % size:
-        raise _indivisible(type(model).__name__, heads, size)
 
 
 def _prepare_transformers(models: list[Any], split: ContextSplit, undo: ExitStack) -> None:
