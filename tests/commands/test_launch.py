@@ -14,7 +14,6 @@ from hasten_tools.commands import launch
 
 RESTARTS = ROOT / "benchmarks" / "restarts.py"
 TWO_PROCESSES = ROOT / "tests" / "machine" / "programs.py"
-TWO_PROCESSES = Path(__file__).parents[1] / "machine" / "programs.py"
 
 PROGRAM = """
 import os, signal, sys
@@ -61,6 +60,18 @@ def test_what_cannot_be_launched_is_refused(arguments: str, said: str, capsys: p
         main(["launch", *arguments.split()])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_machine_that_cannot_be_reached_is_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_FIRST_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "_MEETING_SECONDS", 1)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "--rdzv", "nowhere.invalid:29400", str(tmp_path / "train.py")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("nowhere.invalid:29400 cannot be reached yet (") == 1
+    assert "the machine at nowhere.invalid:29400, where all meet, does not answer" in said
 
 
 def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_program_s(tmp_path: Path) -> None:

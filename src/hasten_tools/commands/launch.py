@@ -369,13 +369,17 @@ def _wait_for_host(endpoint: tuple[str, int]) -> None:
     host, port = endpoint
     if port == 0 or _is_here(host):
         return
-    deadline = time.monotonic() + _MEETING_SECONDS
+    began, is_told = time.monotonic(), False
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > _MEETING_SECONDS:
+                raise ConnectionError from error
+            if waited > _FIRST_NOTICE_SECONDS and not is_told:
+                is_told = True
+                _say(f"{host}:{port} cannot be reached yet ({shown(error)}); tries again for {_MEETING_SECONDS} s.")
             time.sleep(0.5)
         else:
             return
