@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -602,14 +603,8 @@ class MeshStrategy(ParallelStrategy):
         return self._mesh_over(self.sizes.dimensions(always=self._always))
 
     def _mesh_over(self, dimensions: dict[str, int]) -> DeviceMesh:
-        from torch.distributed.device_mesh import init_device_mesh
-
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
-        mesh = init_device_mesh(self.root_device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-        # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
-        # end.
-        atexit.register(torch_private.registered_groups(mesh).clear)
-        return mesh
+        return _mesh_over(self.root_device.type, dimensions)
 
     def _make_mesh_of_batches(self) -> DeviceMesh:
         sizes = {BATCHES: self.sizes.batches, CONTEXT: self.sizes.context, TENSOR: self.sizes.tensor}
@@ -845,6 +840,26 @@ class MeshStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Copies of this process make a mesh of their own.
         return {**super().__getstate__(), "_mesh": None, "_mesh_of_batches": None, "_mesh_of_experts": None}
+
+
+# The meshes that this process has made. Another strategy with the same axes takes the same one: the groups of a mesh
+# hold threads, connections and memory of the device until the program ends.
+_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+
+
+def _mesh_over(device: str, dimensions: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of all processes with these dimensions."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    key = (dist.group.WORLD, device, *dimensions.items())
+    if key not in _meshes:
+        if not _meshes:
+            collectives.before_leaving(_meshes.clear)
+        _meshes[key] = init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
+        # end.
+        atexit.register(torch_private.registered_groups(_meshes[key]).clear)
+    return _meshes[key]
 
 
 def _sizes_of(mesh: DeviceMesh) -> dict[str, int]:
