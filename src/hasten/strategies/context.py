@@ -583,7 +583,8 @@ def attention(
         mask = _whole_mask(split, documents.mask, tokens, all_keys)
         documents = Documents(mask=_of_own_heads(split, mask, heads, missing))
     query, key, value = _to_heads(split, query, key, value)
-    return _to_tokens(split, _attend(query, key, value, documents, window, options))[:, :heads]
+    attended = _to_tokens(split, _attend(query, key, value, documents, window, options))
+    return attended[:, :heads] if missing else attended
 
 
 def _attend(
