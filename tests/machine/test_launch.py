@@ -76,6 +76,12 @@ def test_a_lost_process_ends_the_run_and_is_named(mode: str, said: str, tmp_path
     assert_all_gone(tmp_path)
 
 
+def test_a_process_that_ends_before_the_run_is_named_at_once(tmp_path: Path) -> None:
+    code, output = run("ddp", "rank1 ends before", tmp_path)
+    assert code == 1
+    assert "RuntimeError: rank 1 ended without an error, and rank 0 waits for all processes. All processes" in output
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_no_process_outlives_the_one_that_started_it(strategy: str, tmp_path: Path) -> None:
     process = start(strategy, "endless", tmp_path)

@@ -403,6 +403,10 @@ class _Children:
         """Return by rank which of them are alive."""
         return {self._first_rank + number: each.poll() is None for number, each in self._processes.items()}
 
+    def left(self) -> list[int]:
+        """Return the ranks of those that ended without an error."""
+        return [self._first_rank + number for number in self._processes if self._code(number) == 0]
+
     def give_up(self) -> None:
         """Stop the others, and forget them."""
         atexit.unregister(self.end)
@@ -488,6 +492,11 @@ def allow_at_end(seconds: float) -> None:
 
 _children: _Children | None = None
 _leaving = False
+
+
+def children_that_left() -> list[int]:
+    """Return the ranks of processes that this one has started, and that ended without an error."""
+    return [] if _children is None else _children.left()
 
 
 def leave_with_own_code() -> None:

@@ -34,6 +34,7 @@ class Party:
         timeout: how long it waits for the others.
         per_machine: the number of processes of one machine; None if it is not known.
         started_by_hasten: whether one of them has started all others.
+        left: returns the ranks of processes that ended without an error, as far as this process knows.
 
     """
 
@@ -42,6 +43,7 @@ class Party:
     timeout: timedelta
     per_machine: int | None = None
     started_by_hasten: bool = False
+    left: Callable[[], list[int]] = list
 
 
 def store_of_this_attempt(party: Party) -> Any:
@@ -161,6 +163,13 @@ def _wait_until(met: Callable[[], bool], absent: Callable[[], list[int]], party:
         now = time.monotonic()
         if now - began > party.timeout.total_seconds():
             raise _not_come(absent(), party)
+        if left := set(party.left()).intersection(absent()):
+            raise make_error(
+                RuntimeError,
+                f"{named(sorted(left), party.world_size, party.per_machine)} ended without an error, and rank "
+                f"{party.rank} waits for all processes.",
+                fix="All processes have to make the same calls, such as fit: end none of them before.",
+            )
         if now >= next_line:
             next_line += NEXT_SECONDS
             _print_absent(absent(), party, now - began)

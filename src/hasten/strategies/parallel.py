@@ -26,6 +26,7 @@ from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.launch import (
     Launcher,
     RunScriptAgain,
+    children_that_left,
     command_of_this_program,
     joint_call,
     print_while_waiting,
@@ -333,6 +334,7 @@ class ParallelStrategy(Strategy):
                     max(self._timeout, TIMEOUT),
                     per_machine=self.num_processes,
                     started_by_hasten=store is not None and self.num_nodes == 1,
+                    left=children_that_left,
                 ),
                 backend=self.process_group_backend,
                 device=self.root_device,
