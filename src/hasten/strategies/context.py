@@ -573,18 +573,12 @@ def attention(
     documents = documents or Documents(mask=attn_mask)
     if split is None:
         return _attend(query, key, value, documents, window, options)
-    heads, missing = query.size(1), -query.size(1) % split.size
-    if missing:
-        # Heads of zeros, whose results are left out: each process gets the same number.
-        key, value = (each.repeat_interleave(heads // each.size(1), 1) for each in (key, value))
-        query, key, value = (_with_heads(each, missing) for each in (query, key, value))
+    heads = query.size(1)
     if documents.mask is not None:
         tokens, all_keys = query.size(2), key.size(2) * split.size
-        mask = _whole_mask(split, documents.mask, tokens, all_keys)
-        documents = Documents(mask=_of_own_heads(split, mask, heads, missing))
+        documents = Documents(mask=_of_own_heads(split, _whole_mask(split, documents.mask, tokens, all_keys), heads))
     query, key, value = _to_heads(split, query, key, value)
-    attended = _to_tokens(split, _attend(query, key, value, documents, window, options))
-    return attended[:, :heads] if missing else attended
+    return _to_tokens(split, _attend(query, key, value, documents, window, options), heads)
 
 
 def _attend(
@@ -684,7 +678,11 @@ def all_to_all(tensor: Tensor, group: ProcessGroup, sent: _Rows = None, received
 
 def _to_heads(split: ContextSplit, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Exchange this process's tokens of all heads for all tokens of its heads; one collective for equal lengths."""
-    size = split.size
+    size, heads = split.size, query.size(1)
+    if missing := -heads % size:
+        # Heads of zeros, whose results are left out: each process gets the same number.
+        key, value = (each.repeat_interleave(heads // each.size(1), 1) for each in (key, value))
+        query, key, value = (_with_heads(each, missing) for each in (query, key, value))
     # Fewer heads of keys than processes: several processes get the same.
     times = math.lcm(key.size(1), size) // key.size(1)
     if times > 1:
@@ -702,12 +700,13 @@ def _by_head(split: ContextSplit, *tensors: Tensor) -> list[Tensor]:
     return [part.unflatten(-1, (-1, each.size(-1))).transpose(1, 2) for part, each in zip(whole, tensors, strict=True)]
 
 
-def _to_tokens(split: ContextSplit, attended: Tensor) -> Tensor:
-    """Exchange all tokens of this process's heads for its tokens of all heads."""
+def _to_tokens(split: ContextSplit, attended: Tensor, heads: int) -> Tensor:
+    """Exchange all tokens of this process's heads for its tokens of all ``heads``."""
     sent = attended.unflatten(2, (split.size, -1)).permute(2, 0, 3, 1, 4).contiguous()
     # (size, rows, tokens, heads of one process, head_dim).
     received = all_to_all(sent, split.group)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+    whole = received.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+    return whole if whole.size(1) == heads else whole[:, :heads]
 
 
 def _whole_mask(split: ContextSplit, mask: Tensor, tokens: int, keys: int) -> Tensor:
@@ -723,12 +722,13 @@ def _whole_mask(split: ContextSplit, mask: Tensor, tokens: int, keys: int) -> Te
     return split.gather(mask, -2) if rows == tokens and rows > 1 else mask
 
 
-def _of_own_heads(split: ContextSplit, mask: Tensor, heads: int, missing: int) -> Tensor:
-    """Return the part of a mask that belongs to the heads of this process, with ``missing`` more heads in all."""
+def _of_own_heads(split: ContextSplit, mask: Tensor, heads: int) -> Tensor:
+    """Return the part of a mask that belongs to the heads of this process."""
     if mask.dim() < 3 or mask.size(-3) != heads or heads == 1:
         return mask
-    here = (heads + missing) // split.size
-    return _with_heads(mask, missing).narrow(-3, split.rank * here, here)
+    mask = _with_heads(mask, -heads % split.size)
+    here = mask.size(-3) // split.size
+    return mask.narrow(-3, split.rank * here, here)
 
 
 def _with_heads(tensor: Tensor, missing: int) -> Tensor:
