@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from typing import Any, NamedTuple
 
 import pytest
@@ -265,3 +267,17 @@ def test_validation_modes() -> None:
     assert model.seen == [({"a": 0, "b": 10}, 0, 0), ({"a": 1, "b": 11}, 1, 0), ({"a": None, "b": 12}, 2, 0)]
     with pytest.raises(ValueError, match=r"prediction reads one loader after the other.*sequential"):
         trainer.predict(model, CombinedLoader(parts, "min_size"))
+
+
+@pytest.mark.parametrize("mode", ["min_size", "sequential"])
+def test_copied_and_pickled_during_an_iteration(mode: Any) -> None:
+    loader = CombinedLoader({"a": range(3), "b": [range(2), range(3)]}, mode)
+    batches = list(loader)
+    next(iter(loader))
+    for same in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert list(same) == batches
+
+
+def test_a_cycle_ends_when_a_loader_has_no_further_batch() -> None:
+    assert list(CombinedLoader([[], [1]], "max_size_cycle")) == []
+    assert list(CombinedLoader([iter([1]), range(3)], "max_size_cycle")) == [([1, 0], 0, 0)]

@@ -137,6 +137,13 @@ class CombinedLoader:
         """Give up an iteration, and the worker processes it started."""
         self._running = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_leaves": self.iterables, "_rebuild": None, "_running": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._leaves, self._rebuild = flatten(self._leaves)
+
     def _sequential(self, first: Iterator[Any] | None) -> Iterator[tuple[Any, int, int]]:
         for loader_idx, leaf in enumerate(self._leaves):
             limit = None if self.limits is None else self.limits[loader_idx]
@@ -160,7 +167,9 @@ class CombinedLoader:
                     batch = None
                     if self._mode == "max_size_cycle":
                         iterators[index] = iter(leaf)
-                        batch = next(iterators[index])
+                        batch = next(iterators[index], _END)
+                        if batch is _END:
+                            return
                 batches.append(batch)
             yield self.combine(batches), batch_idx, 0
             batch_idx += 1
