@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -65,8 +66,9 @@ def test_what_cannot_be_launched_is_refused(arguments: str, said: str, capsys: p
 def test_a_machine_that_cannot_be_reached_is_named_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_FIRST_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "_FIRST_NOTICE_SECONDS", 0)
     monkeypatch.setattr(launch, "_MEETING_SECONDS", 1)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # Launching sets variables for its processes.
     (tmp_path / "train.py").touch()
     assert main(["launch", "--rdzv", "nowhere.invalid:29400", str(tmp_path / "train.py")]) == 1
     said = capsys.readouterr().err

@@ -272,6 +272,8 @@ def test_validation_modes() -> None:
 @pytest.mark.parametrize("mode", ["min_size", "sequential"])
 def test_copied_and_pickled_during_an_iteration(mode: Any) -> None:
     loader = CombinedLoader({"a": range(3), "b": [range(2), range(3)]}, mode)
+    # A loader that alone would be two of them keeps its place.
+    loader.flattened = [range(3), [range(5), range(6)], range(3)]
     batches = list(loader)
     next(iter(loader))
     for same in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):

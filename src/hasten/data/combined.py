@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch.utils.data import DataLoader
@@ -138,11 +139,7 @@ class CombinedLoader:
         self._running = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_leaves": self.iterables, "_rebuild": None, "_running": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._leaves, self._rebuild = flatten(self._leaves)
+        return {**vars(self), "_running": None}
 
     def _sequential(self, first: Iterator[Any] | None) -> Iterator[tuple[Any, int, int]]:
         for loader_idx, leaf in enumerate(self._leaves):
@@ -205,7 +202,7 @@ def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return not (at_top or is_collection(node) or _holds_lists(node))
 
     leaves, structure = torch_private.pytree.tree_flatten(loaders, is_loader)
-    return leaves, lambda parts: torch_private.pytree.tree_unflatten(parts, structure)
+    return leaves, partial(torch_private.pytree.tree_unflatten, treespec=structure)
 
 
 def is_collection(thing: object) -> bool:

@@ -163,10 +163,11 @@ def _wait_until(met: Callable[[], bool], absent: Callable[[], list[int]], party:
         now = time.monotonic()
         if now - began > party.timeout.total_seconds():
             raise _not_come(absent(), party)
-        if left := set(party.left()).intersection(absent()):
+        # Looking for those who are absent asks the store once for each process.
+        if (left := party.left()) and (lost := sorted(set(left).intersection(absent()))):
             raise make_error(
                 RuntimeError,
-                f"{named(sorted(left), party.world_size, party.per_machine)} ended without an error, and rank "
+                f"{named(lost, party.world_size, party.per_machine)} ended without an error, and rank "
                 f"{party.rank} waits for all processes.",
                 fix="All processes have to make the same calls, such as fit: end none of them before.",
             )

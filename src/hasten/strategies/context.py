@@ -726,7 +726,8 @@ def _of_own_heads(split: ContextSplit, mask: Tensor, heads: int) -> Tensor:
     """Return the part of a mask that belongs to the heads of this process."""
     if mask.dim() < 3 or mask.size(-3) != heads or heads == 1:
         return mask
-    mask = _with_heads(mask, -heads % split.size)
+    if missing := -heads % split.size:
+        mask = _with_heads(mask, missing)
     here = mask.size(-3) // split.size
     return mask.narrow(-3, split.rank * here, here)
 

@@ -375,11 +375,11 @@ def _wait_for_host(endpoint: tuple[str, int]) -> None:
             socket.create_connection((host, port), timeout=5).close()
         except OSError as error:
             waited = time.monotonic() - began
-            if waited > _MEETING_SECONDS:
-                raise ConnectionError from error
             if waited > _FIRST_NOTICE_SECONDS and not is_told:
                 is_told = True
-                _say(f"{host}:{port} cannot be reached yet ({shown(error)}); tries again for {_MEETING_SECONDS} s.")
+                _say(f"{host}:{port} cannot be reached yet ({shown(error)}); waits up to {_MEETING_SECONDS} s for it.")
+            if waited > _MEETING_SECONDS:
+                raise ConnectionError from error
             time.sleep(0.5)
         else:
             return

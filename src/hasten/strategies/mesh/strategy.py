@@ -855,6 +855,7 @@ def _mesh_over(device: str, dimensions: dict[str, int]) -> DeviceMesh:
     if key not in _meshes:
         if not _meshes:
             collectives.before_leaving(_meshes.clear)
+            atexit.register(_meshes.clear)
         _meshes[key] = init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
         # end.
