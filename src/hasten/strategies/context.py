@@ -125,8 +125,8 @@ class ContextSplit:
             module: the user's module, before it is wrapped and compiled.
 
         Raises:
-            MisconfigurationException: the module computes a token from others in a way that stays within a part: a
-                recurrent layer, a convolution, an attention of its own.
+            MisconfigurationException: the module combines tokens in a way that would see only this process's part,
+                such as a recurrent layer, a convolution, or a direct call of torch's attention.
 
         """
         models = _transformers_in(module)
@@ -526,8 +526,8 @@ def attention(
     """Same as ``torch.nn.functional.scaled_dot_product_attention``, over the sequences that processes share.
 
     Each process passes its part of the sequences with all heads. It gets all tokens of some heads, attends, and gets
-    its own tokens back, with all heads. Where ``heads`` is no multiple of the number of processes, some get fewer and
-    compute zeros in their place. Without context parallel, nothing is sent.
+    its own tokens back, with all heads. If the number of processes does not divide ``heads``, some processes get fewer
+    heads than others, and compute zeros for the rest. Without context parallel, nothing is sent.
 
     Args:
         query: ``(rows, heads, tokens, head_dim)``, this process's tokens.
