@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import hasten as L
-from hasten.packed.attention import attention
 from hasten.packed.dropout import dropout, fast_dropout
+from hasten.packed.products import attend_within
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.programs import fork_python
 from tests.refusals import refused
@@ -42,10 +42,10 @@ def test_packed_attention_drops_with_the_same_probability(p: float) -> None:
     torch.manual_seed(0)
     calls, total, gradients = 100, 0.0, 0.0
     # Equal weights of a row of ones: the mean output says which share was kept, times the scale.
-    query, bounds = torch.zeros(1, 32, 4), torch.tensor([0, 32])
+    query, bounds = torch.zeros(32, 1, 4), torch.tensor([0, 32])
     for _ in range(calls):
-        value = torch.ones(1, 32, 4, requires_grad=True)
-        output = attention(query, query, value, bounds, p=p, scale=1.0, causal=False)
+        value = torch.ones(32, 1, 4, requires_grad=True)
+        output = attend_within(query, query, value, bounds, p=p, scale=1.0, causal=False)
         output.sum().backward()
         total, gradients = total + output.mean().item(), gradients + value.grad.mean().item()
     assert gradients == pytest.approx(total, rel=1e-4)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hasten.plugins import MixedPrecision
 from hasten_tools.demo.images import VisionTransformer
 
 SIDE, CLASSES = 32, 10
@@ -151,11 +150,7 @@ class ViT(ImageWorkload):
     goal, goal_text = 0.55, "accuracy 0.55 on other digits"
     batch_size, learning_rate = 32, 5e-4
     max_steps, turn_steps, quick_steps = 300, 25, 4
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        if device.type == "cpu":
-            self.consent = {"plugins": MixedPrecision("bf16-mixed", "cpu", attention_in_32_bits=True)}
+    attends = True
 
     def build(self, *, modern: bool) -> nn.Module:
         return VisionTransformer(SIDE, patch=4, width=192, depth=6, heads=3, hidden=768, dropout=0.0)

@@ -105,6 +105,7 @@ class Language(Workload):
     goal, goal_text, smaller_is_better = 3.25, "3.25 nats a byte on other files", True
     batch_size, learning_rate = 8, 4e-4
     max_steps, turn_steps, quick_steps = 100, 10, 3
+    attends = True
     best: ClassVar[Mapping[str, Any]] = {"resident": True, "allocator": "keep", "fused_optimizer": True}
 
     def __init__(self, device: torch.device) -> None:

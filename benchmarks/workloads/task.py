@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
+from hasten.plugins import MixedPrecision
+
 Batch = Any
 # Another one: ``WORKLOADS_SEED=1 python -m benchmarks.workloads``.
 SEED = int(os.environ.get("WORKLOADS_SEED", "0"))
@@ -41,6 +43,8 @@ class Workload(ABC):
     # Arguments of hasten's Trainer: the fastest that do the same maths, and what else a user can agree to.
     best: ClassVar[Mapping[str, Any]]
     consent: Mapping[str, Any] = {"precision": "bf16-mixed"}
+    # Whether the model calls torch's attention, for which a CPU has an option of its own.
+    attends: ClassVar[bool] = False
     # The library of Hugging Face that people train such a model with: "transformers" or "accelerate".
     hugging_face: ClassVar[str] = "accelerate"
     # Whether its operations are so small that a whole step in one graph is worth its compiling.
@@ -49,6 +53,8 @@ class Workload(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if self.attends and device.type == "cpu":
+            self.consent = {"plugins": MixedPrecision("bf16-mixed", "cpu", fast_attention=True)}
 
     def model(self, *, modern: bool = False) -> nn.Module:
         """Return a new model with the same weights each time.

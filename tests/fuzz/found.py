@@ -46,7 +46,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "LengthBatching": {"reorder": 4, "over_tokens": 0.5},
     "MLFlowLogger": {"experiment_name": 10**30, "synchronous": [["a"]], "tags": 0.5},
     "MeshStrategy": {"ignored_parameters": torch.nn.Linear, "process_group_backend": 4},
-    "MixedPrecision": {"attention_in_32_bits": "", "device": "fsdp", "scaler": []},
+    "MixedPrecision": {"fast_attention": "", "device": "fsdp", "scaler": []},
     "ModelCheckpoint": {
         "auto_insert_metric_name": 50, "enable_version_counter": "", "every_n_train_steps": {}, "verbose": "no",
         "save_on_train_epoch_end": "", "save_weights_only": (), "save_on_exception": "no", "every_n_epochs": _WIDE,

@@ -14,7 +14,7 @@ Where it acts, from ``fit`` to a step:
   padded one, and those of its blocks by ``Stack.packing`` (``stack.py``).
 - In each call with gradients (of ``nn.TransformerEncoder``: in training, or if its input or parameters require them),
   ``Layout`` (``layout.py``) moves the real tokens into one row and back (``stack.py``),
-  and attention (``document_attention.py``, or ``attention.py`` with dropout on the CPU) keeps the samples apart.
+  and attention (``document_attention.py``, and ``products.py`` on the CPU) keeps the samples apart.
 - ``packed="first_token"`` also shortens the last block (``first_token.py``).
 - ``compile=`` leaves the attention of packed blocks out (``CompiledParts`` of ``compile/regions.py``) and refuses CUDA
   graphs (``check_compile``).

@@ -13,9 +13,11 @@ from torch.nn import functional
 
 from hasten._lib import torch_private
 from hasten._lib.device import cuda_capability
+from hasten.packed.products import are_faster, attend_within
 
 # The largest head of flash attention, and the multiple of which both kernels take heads without padding.
 _LARGEST_HEAD, _MULTIPLE = 256, 8
+_16_BITS = (torch.bfloat16, torch.float16)
 # The first token, the number of sequences, and their length.
 Run = tuple[int, int, int]
 
@@ -35,8 +37,10 @@ def packed_attention(
 
     The result and the gradients equal those of padded attention with a mask, up to rounding. On CUDA, flash
     attention computes it (bf16 and fp16, since the Ampere generation), otherwise memory-efficient attention; the host
-    reads nothing back. On other devices, and for 64-bit floats, each run of equal lengths is one call of torch's
-    attention, and no masked score is computed; a CPU without AMX computes 16-bit floats in 32 bits, which is faster.
+    reads nothing back. On other devices, and for 64-bit floats, torch's attention is called for each run of equal
+    lengths, and no masked score is computed. A CPU without AMX computes 16-bit floats in 32 bits, which is faster. With
+    dropout, and in bfloat16 for sequences of up to 512 tokens, a CPU multiplies whole matrices instead and keeps their
+    weights for backward.
 
     Args:
         query: ``(tokens, heads, head_dim)``, floating point.
@@ -71,8 +75,10 @@ def packed_attention(
     """
     _check(query, key, value, cu_seqlens)
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+    if query.is_cpu:
+        return _on_host(query, key, value, cu_seqlens, options)
     if not query.is_cuda:
-        return on_host(functools.partial(_by_length, cu_seqlens=cu_seqlens, options=options), query, key, value)
+        return _by_length(query, key, value, cu_seqlens, options)
     if torch.is_autocast_enabled("cuda"):
         # As autocast does for torch's attention; the kernels below are not on its list.
         dtype = torch.get_autocast_dtype("cuda")
@@ -86,18 +92,59 @@ def packed_attention(
     return compute(query, key, value, cu_seqlens.to(torch.int32), int(max_seqlen), options)
 
 
-def on_host(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def on_host(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    by_products: bool = False,
+) -> Tensor:
     """Return ``attend(query, key, value)``, computed in 32 bits where a CPU takes longer with 16.
 
-    The gradient of torch's attention in bfloat16 takes 1.4 (320 tokens) to 9 times (16 tokens) as long there, and
-    rounds more often. With AMX units it has other kernels.
+    Args:
+        attend: computes attention, by torch's own or by products of whole matrices.
+        query: any shape.
+        key: any shape.
+        value: any shape.
+        by_products: whether it does so by products, which are faster in bfloat16. The gradient of torch's attention
+            takes 1.4 (320 tokens) to 9 times (16 tokens) as long in bfloat16, on CPUs without AMX units.
+
     """
-    autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if autocast and query.dtype != torch.float64 else query.dtype
-    if not query.is_cpu or dtype not in (torch.bfloat16, torch.float16) or torch_private.cpu_has_amx():
+    dtype = _result_type(query)
+    is_fast = dtype == torch.bfloat16 and torch_private.cpu_multiplies_bfloat16()
+    if not query.is_cpu or dtype not in _16_BITS or (torch_private.cpu_has_amx() and not by_products):
         return attend(query, key, value)
+    compute = dtype if by_products and is_fast else torch.float32
     with torch.autocast("cpu", enabled=False):
-        return attend(query.float(), key.float(), value.float()).to(dtype)
+        return attend(query.to(compute), key.to(compute), value.to(compute)).to(dtype)
+
+
+def _result_type(query: Tensor) -> torch.dtype:
+    """Return the type of the result of attention on the host: autocast changes all but 64 bits."""
+    if torch.is_autocast_enabled("cpu") and query.dtype != torch.float64:
+        return torch.get_autocast_dtype("cpu")
+    return query.dtype
+
+
+def _on_host(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend by products of whole matrices, or by torch's attention where their weights would need much memory."""
+    places = _places(cu_seqlens, query.size(0))
+    longest = max((end - begin for begin, end in pairwise(places)), default=0)
+    p, scale = options["dropout_p"], options["scale"]
+    if not p and not are_faster(longest, longest, _result_type(query)):
+        return on_host(functools.partial(_by_length, cu_seqlens=cu_seqlens, options=options), query, key, value)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        return attend_within(
+            query, key, value, cu_seqlens, p=p, scale=query.size(2) ** -0.5 if scale is None else scale,
+            causal=options["is_causal"],
+        )  # fmt: skip
+
+    times = query.size(1) // key.size(1)
+    return on_host(attend, query, key, value, by_products=True)
 
 
 def document_mask(document_ids: Tensor, causal: bool = False) -> Tensor:
@@ -192,15 +239,20 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Non
         )
 
 
+def _places(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """Return the bounds of sequences, checked."""
+    places: list[int] = cu_seqlens.tolist()
+    if places[0] != 0 or places[-1] != tokens or places != sorted(places):
+        raise ValueError(
+            f"packed_attention(cu_seqlens): it goes from {places[0]} to {places[-1]}, and there are {tokens} tokens. "
+            "It begins with 0, never falls, and ends with the number of tokens."
+        )
+    return places
+
+
 def _by_length(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]) -> Tensor:
     """Call torch's attention once for each run of equal lengths."""
-    places = cu_seqlens.tolist()
-    if places[0] != 0 or places[-1] != query.size(0) or places != sorted(places):
-        raise ValueError(
-            f"packed_attention(cu_seqlens): it goes from {places[0]} to {places[-1]}, and there are {query.size(0)} "
-            "tokens. It begins with 0, never falls, and ends with the number of tokens."
-        )
-    runs = runs_of(places)
+    runs = runs_of(_places(cu_seqlens, query.size(0)))
     if not runs:
         return torch.empty_like(query)
     sizes = [count * length for _, count, length in runs]

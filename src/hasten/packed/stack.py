@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten.extend.origin import ROOTS, package_of
-from hasten.packed.attention import attention
 from hasten.packed.document_attention import packed_attention
 from hasten.packed.first_token import FirstToken, LossCheck, attend_first
 from hasten.packed.layout import HELP, Layout, refusal
@@ -228,15 +227,9 @@ class Stack:
             p = 0.0
         if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
-        if not p or not query.is_cpu:
-            return packed_attention(
-                query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
-            )
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        q, k, v = (each.transpose(0, 1) for each in (query, key, value))
-        return attention(q, k, v, layout.bounds, p=p, scale=scale, causal=self.causal)
+        return packed_attention(
+            query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
+        )
 
     @contextmanager
     def packing(self) -> Iterator[None]:

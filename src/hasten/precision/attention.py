@@ -1,4 +1,4 @@
-"""Attention in 32 bits under bfloat16 autocast, on CPUs where that is faster."""
+"""Attention that is faster than torch's under bfloat16 autocast, on CPUs without AMX."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from hasten._lib import torch_private
-
-# In tokens. The gradient of torch's attention in bfloat16 takes 3 times (64 tokens) to once (512 tokens) as long as in
-# 32 bits, and less than that from 768 tokens on (AVX-512; with AMX units there are other kernels).
-LONGEST = 512
+from hasten.packed.products import LONGEST, are_faster, attend_in_batch
 
 
-class Attention32:
+class FastAttention:
     """Replaces what autocast does with torch's attention on the CPU, for as long as this object exists.
 
-    Results have the type that autocast gives them, and fewer roundings within. With dropout, for float16 and for longer
-    sequences nothing changes.
+    The gradient of torch's attention in bfloat16 takes 3 times (64 tokens) to once (512 tokens) as long as in 32 bits
+    (AVX-512; with AMX units there are other kernels). Attention without mask is computed as products of whole
+    matrices, whose weights are kept for backward; with a mask, and on CPUs without bfloat16 instructions, in 32 bits.
+    Results have the type that autocast gives them. With dropout, for float16 and for longer sequences nothing changes.
 
     Source: `PyTorch, torch.library <https://docs.pytorch.org/docs/stable/library.html>`_.
     """
@@ -33,17 +32,17 @@ class Attention32:
             self._library.impl("scaled_dot_product_attention", _attention, "AutocastCPU", allow_override=True)
 
 
-_current: weakref.ref[Attention32] | None = None
+_current: weakref.ref[FastAttention] | None = None
 
 
-def attention_32() -> Attention32 | None:
+def fast_attention() -> FastAttention | None:
     """Return the object of this process that replaces attention; None on a CPU where that would not be faster."""
     global _current
     if torch_private.cpu_has_amx():
         return None
     shared = None if _current is None else _current()
     if shared is None:
-        shared = Attention32()
+        shared = FastAttention()
         _current = weakref.ref(shared)
     return shared
 
@@ -60,8 +59,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu")
-    is_wide = dtype == torch.bfloat16 and not dropout_p and not query.is_nested and _is_short(query, key)
-    compute = torch.float32 if is_wide else dtype
+    is_fast = dtype == torch.bfloat16 and not dropout_p and not query.is_nested and _is_short(query, key)
+    if is_fast and attn_mask is None and _can_be_products(query, key, value):
+        q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
+        return attend_in_batch(q, k, v, scale=q.size(-1) ** -0.5 if scale is None else scale, causal=is_causal)
+    compute = torch.float32 if is_fast else dtype
 
     def converted(tensor: Tensor) -> Tensor:
         # As autocast: doubles and masks of bool stay.
@@ -78,3 +80,16 @@ def _attention(
 
 def _is_short(query: Tensor, key: Tensor) -> bool:
     return query.shape[-2] <= LONGEST and key.shape[-2] <= LONGEST
+
+
+def _can_be_products(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether there are products for these tensors, and the program has not asked for another kernel."""
+    return (
+        query.dim() == 4
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and query.dtype != torch.float64
+        and query.numel() * key.numel() > 0
+        # Second derivatives need torch's attention that is written out: torch.nn.attention.sdpa_kernel(MATH).
+        and torch.backends.cuda.flash_sdp_enabled()
+        and are_faster(query.shape[-2], key.shape[-2], torch.bfloat16)
+    )

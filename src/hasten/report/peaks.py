@@ -181,6 +181,9 @@ def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
     """
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+    # Defines the operations of this library that are counted.
+    import hasten.packed.products  # noqa: F401
+
     def forward(q: Any, k: Any, v: Any, *args: object, **kwargs: object) -> int:
         return int(sdpa_flop_count(q, k, v))
 
@@ -192,9 +195,17 @@ def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
         # Products of experts: rows in groups with a matrix each, or groups of columns with groups of rows.
         return int(2 * math.prod(rows) * matrices[-1])
 
+    def products(pairs: Any, q: Any, v: Any) -> int:
+        # Two products: of queries and keys, and of weights and values.
+        return int(2 * math.prod(pairs) * (q[-1] + v[-1]))
+
     # torch has formulas for the kernels of other devices only.
-    aten = torch.ops.aten
+    aten, ours = torch.ops.aten, torch.ops.hasten
     formulas = {
+        ours.attention: lambda q, k, v, *_, out_shape: products(out_shape[1], q, v),
+        ours.attention_backward: lambda g, q, k, v, o, weights, *_, **__: 2 * products(weights, q, v),
+        ours.packed_attention: lambda q, k, v, *_, out_shape: products(out_shape[4], q, v),
+        ours.packed_attention_backward: lambda g, o, q, k, v, weights, *_, **__: 2 * products(weights, q, v),
         aten._grouped_mm: grouped,
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,

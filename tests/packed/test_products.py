@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from hasten.packed.attention import attention
+from hasten.packed.products import attend_in_batch, attend_within
+from hasten.report.peaks import flop_counter
 
 # Two runs of equal lengths, a single token, and a sequence without any.
 LENGTHS = [5, 1, 9, 0, 3, 3, 3]
@@ -25,8 +29,7 @@ def inputs(seed: int = 0) -> list[Tensor]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, p: float = 0.0, causal: bool = False) -> Tensor:
-    rows = (each.transpose(0, 1) for each in (query, key, value))
-    return attention(*rows, bounds_of(LENGTHS), p=p, scale=SCALE, causal=causal)
+    return attend_within(query, key, value, bounds_of(LENGTHS), p=p, scale=SCALE, causal=causal)
 
 
 def by_torch(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -82,6 +85,23 @@ def test_it_works_in_bfloat16_and_within_a_compiled_program() -> None:
     torch.testing.assert_close(mine.double(), by_torch(*inputs(), False), rtol=0.05, atol=0.05)
     torch.library.opcheck(
         torch.ops.hasten.packed_attention,
-        (*(each.transpose(0, 1).detach().contiguous() for each in inputs()), bounds_of(LENGTHS), 0.0, SCALE, False),
+        (*(each.detach() for each in inputs()), bounds_of(LENGTHS), 0.0, SCALE, False),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_its_operations_are_counted_like_those_of_torchs_attention() -> None:
+    tensors = [torch.randn(2, 3, 24, 16, requires_grad=True) for _ in range(3)]
+
+    def counted(attend: Callable[..., Tensor]) -> int:
+        with flop_counter() as counter:
+            attend(*tensors).sum().backward()
+        return counter.get_total_flops()
+
+    def in_rows(*tensors: Tensor) -> Tensor:
+        rows = (each.transpose(1, 2).flatten(0, 1) for each in tensors)
+        return attend_within(*rows, bounds_of([24, 24]), p=0.0, scale=SCALE, causal=False)
+
+    by_kernel = counted(torch.nn.functional.scaled_dot_product_attention)
+    assert counted(functools.partial(attend_in_batch, scale=SCALE, causal=False)) == by_kernel
+    assert counted(in_rows) == by_kernel

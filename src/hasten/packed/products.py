@@ -1,0 +1,321 @@
+"""Attention on the CPU as products of matrices: one for all heads of all sequences of the same length.
+
+torch's kernel for the CPU computes each head of each sequence in small blocks. Its gradient takes 1.4 to 9 times as
+long in 16 bits as in 32, and with dropout torch has no such kernel. Here the weights of a sequence are kept for
+backward, as where attention is written out, and dropout masks come from random bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hasten._lib import torch_private
+from hasten.packed.dropout import draw, kept, scale_of
+
+# Queries of a block under a causal mask: keys behind the last of them take no part.
+_BLOCK = 128
+# In tokens. The weights of longer sequences need more memory than they are worth.
+LONGEST = 512
+# Of each group: the number of matrices, and of queries and keys of each.
+_Sizes: TypeAlias = tuple[tuple[int, int, int], ...]
+
+
+def are_faster(queries: int, keys: int, dtype: torch.dtype) -> bool:
+    """Return whether products are faster than torch's attention without dropout, and their weights do not fill memory.
+
+    In bfloat16 they take 0.4 to 0.7 of the time, in 32 bits about as long. With AMX units torch has other kernels.
+    """
+    return (
+        dtype == torch.bfloat16
+        and max(queries, keys) <= LONGEST
+        and torch_private.cpu_multiplies_bfloat16()
+        and not torch_private.cpu_has_amx()
+        and not torch_private.is_transformed()
+    )
+
+
+class _Scores(NamedTuple):
+    """The queries of a group that are multiplied with some of its keys."""
+
+    queries: slice
+    keys: slice
+    # Where its weights are among all, and their shape.
+    weights: slice
+    shape: torch.Size
+    # The keys of which a query may be behind, with a causal mask.
+    hidden: slice
+
+
+class _Group(NamedTuple):
+    """Sequences with as many queries and keys as one another; each head of each is one matrix."""
+
+    matrices: int
+    queries: slice
+    keys: slice
+    scores: list[_Scores]
+
+    def parts(
+        self, queries: Iterable[Tensor], keys: Iterable[Tensor]
+    ) -> Iterator[tuple[_Scores, list[Tensor], list[Tensor]]]:
+        """Yield all scores with their parts of tensors that have a row for each query, and for each key."""
+        ours = [rows[self.queries].view(self.matrices, -1, rows.shape[1]) for rows in queries]
+        theirs = [rows[self.keys].view(self.matrices, -1, rows.shape[1]) for rows in keys]
+        if self.scores[0].shape == (self.matrices, ours[0].shape[1], theirs[0].shape[1]):
+            yield self.scores[0], ours, theirs
+            return
+        for part in self.scores:
+            yield part, [each[:, part.queries] for each in ours], [each[:, part.keys] for each in theirs]
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(sizes: _Sizes, causal: bool) -> tuple[list[_Group], int]:
+    """Return groups of these sizes, and the number of their weights."""
+    groups, pairs, query, key = [], 0, 0, 0
+    for matrices, queries, keys in sizes:
+        scores = []
+        for begin in range(0, queries, _BLOCK if causal else queries):
+            end = min(begin + _BLOCK, queries) if causal else queries
+            seen = min(end, keys) if causal else keys
+            shape = torch.Size((matrices, end - begin, seen))
+            place = slice(pairs, pairs + shape.numel())
+            scores.append(_Scores(slice(begin, end), slice(0, seen), place, shape, slice(min(begin, seen), seen)))
+            pairs = place.stop
+        ours, theirs = slice(query, query + matrices * queries), slice(key, key + matrices * keys)
+        groups.append(_Group(matrices, ours, theirs, scores))
+        query, key = ours.stop, theirs.stop
+    return groups, pairs
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sizes: _Sizes, p: float, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results, with a row for each query, the weights, random bytes and their threshold."""
+    groups, pairs = _groups(sizes, causal)
+    output, weights = query.new_empty((len(query), value.shape[1])), query.new_empty(pairs)
+    random, threshold = draw(pairs, p) if p else (torch.empty(0, dtype=torch.uint8), 0)
+    tensors = (query * scale, output), (key, value)
+    # Products of 32 bits stay products of 32 bits.
+    with torch.autocast("cpu", enabled=False):
+        for part, (q, o), (k, v) in chain.from_iterable(group.parts(*tensors) for group in groups):
+            scores = torch.bmm(q, k.transpose(1, 2))
+            if causal:
+                diagonal = scores[..., part.hidden]
+                diagonal.masked_fill_(torch.ones(diagonal.shape[1:], dtype=torch.bool).triu_(1), -torch.inf)
+            probabilities = weights[part.weights].view(part.shape)
+            torch.softmax(scores, -1, out=probabilities)
+            if p:
+                # The output, which is far smaller, is scaled by 1 / (1 - p) at the end.
+                probabilities = kept(random[part.weights], threshold, part.shape, query.dtype).mul_(probabilities)
+            torch.bmm(probabilities, v, out=o)
+    return output.mul_(scale_of(p)) if p else output, weights, random, torch.tensor(threshold)
+
+
+def _differentiate(
+    gradient: Tensor, center: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
+    threshold: Tensor, sizes: _Sizes, p: float, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the rows of query, key and value."""
+    # With a causal mask there are several parts, whose gradients are added.
+    make, beta = (torch.zeros_like, 1) if causal else (torch.empty_like, 0)
+    d_query, d_key, d_value = torch.empty_like(query), make(key), make(value)
+    tensors = (query, gradient * scale_of(p) if p else gradient, center, d_query), (key, value, d_key, d_value)
+    with torch.autocast("cpu", enabled=False):
+        for part, (q, g, c, dq), (k, v, dk, dv) in chain.from_iterable(
+            group.parts(*tensors) for group in _groups(sizes, causal)[0]
+        ):
+            probabilities = weights[part.weights].view(part.shape)
+            d_weights = torch.bmm(g, v.transpose(1, 2))
+            dropped = probabilities
+            if p:
+                mask = kept(random[part.weights], int(threshold), part.shape, query.dtype)
+                d_weights.mul_(mask)
+                dropped = mask.mul_(probabilities)
+            torch.baddbmm(dv, dropped.transpose(1, 2), g, beta=beta, out=dv)
+            # The softmax's mean gradient, weighted by the probabilities, is a product of two small tensors.
+            d_scores = d_weights.sub_(c).mul_(probabilities)
+            torch.bmm(d_scores, k, out=dq)
+            torch.baddbmm(dk, d_scores.transpose(1, 2), q, beta=beta, out=dk)
+    return d_query.mul_(scale), d_key.mul_(scale), d_value
+
+
+class _Order(NamedTuple):
+    """How rows of heads and tokens are ordered so that sequences of one length follow one another, and heads tokens."""
+
+    there: Tensor
+    back: Tensor
+    sizes: _Sizes
+
+
+@functools.lru_cache(maxsize=8)
+def _order(bounds: tuple[int, ...], heads: int) -> _Order:
+    """Return the order of ``(tokens, heads)`` rows of sequences with these bounds."""
+    begins: dict[int, list[int]] = {}
+    for begin, end in pairwise(bounds):
+        begins.setdefault(end - begin, []).append(begin)
+    begins.pop(0, None)
+    parts, sizes = [torch.empty(0, dtype=torch.int64)], []
+    # Kept for other calls, so it must not belong to inference mode.
+    with torch.inference_mode(False):
+        for length, places in begins.items():
+            tokens = torch.tensor(places)[:, None, None] + torch.arange(length)
+            parts.append((tokens * heads + torch.arange(heads)[:, None]).flatten())
+            sizes.append((len(places) * heads, length, length))
+        there = torch.cat(parts)
+        back = torch.empty_like(there)
+        back[there] = torch.arange(len(there))
+    return _Order(there, back, tuple(sizes))
+
+
+@torch.library.custom_op("hasten::packed_attention", mutates_args=())
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    order = _order(tuple(bounds.tolist()), query.shape[1])
+    q, k, v = (each.flatten(0, 1).index_select(0, order.there) for each in (query, key, value))
+    output, weights, random, threshold = _attend(q, k, v, order.sizes, p, scale, causal)
+    output = output.index_select(0, order.back).unflatten(0, query.shape[:2])
+    return output, q, k, v, weights, random, threshold
+
+
+@_packed.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (each.new_empty((each.shape[0] * each.shape[1], each.shape[2])) for each in (query, key, value))
+    pairs = torch.library.get_ctx().new_dynamic_size()
+    random = query.new_empty(pairs if p else 0, dtype=torch.uint8)
+    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    return output, q, k, v, query.new_empty(pairs), random, torch.tensor(0)
+
+
+@torch.library.custom_op("hasten::packed_attention_backward", mutates_args=())
+def _packed_backward(
+    gradient: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
+    threshold: Tensor, bounds: Tensor, p: float, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    order, shape = _order(tuple(bounds.tolist()), output.shape[1]), output.shape[:2]
+    center = (gradient * output).sum(-1).flatten().index_select(0, order.there)[:, None]
+    rows = gradient.flatten(0, 1).index_select(0, order.there)
+    found = _differentiate(rows, center, query, key, value, weights, random, threshold, order.sizes, p, scale, causal)
+    d_query, d_key, d_value = (each.index_select(0, order.back).unflatten(0, shape) for each in found)
+    return d_query, d_key, d_value
+
+
+@_packed_backward.register_fake
+def _(gradient: Tensor, output: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (each.new_empty((*output.shape[:2], each.shape[1])) for each in rows[:3])
+    return query, key, value
+
+
+def _keep_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *_, bounds, ctx.p, ctx.scale, ctx.causal = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output, bounds)
+
+
+def _of_packed(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
+    return *_packed_backward(gradient, *ctx.saved_tensors, ctx.p, ctx.scale, ctx.causal), None, None, None, None
+
+
+_packed.register_autograd(_of_packed, setup_context=_keep_packed)
+
+
+def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, p: float, scale: float, causal: bool
+) -> Tensor:
+    """Attend within each of several sequences that follow one another.
+
+    Args:
+        query: shape ``(tokens, heads, features)``, on the CPU.
+        key: shape ``(tokens, heads, features)``.
+        value: shape ``(tokens, heads, features)``.
+        bounds: the first token of each sequence and the end of the last; shape ``(sequences + 1,)``, on the CPU.
+        p: probability of dropping an attention weight, 0 to 1.
+        scale: factor of the products of query and key.
+        causal: whether a token attends only to itself and earlier tokens.
+
+    Returns:
+        shape ``(tokens, heads, features)``.
+
+    Source: Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762
+
+    """
+    attended: Tensor = _packed(query, key, value, bounds, p, scale, causal)[0]
+    return attended
+
+
+def _of_batch(query: Tensor, key: Tensor) -> _Sizes:
+    return ((query.shape[0] * query.shape[1], query.shape[2], key.shape[2]),)
+
+
+@torch.library.custom_op("hasten::attention", mutates_args=())
+def _batched(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (each.flatten(0, 2) for each in (query, key, value))
+    rows, weights, _, _ = _attend(q, k, v, _of_batch(query, key), 0.0, scale, causal)
+    return _like(query, value).copy_(rows.view(*query.shape[:3], -1)), weights
+
+
+def _like(query: Tensor, value: Tensor) -> Tensor:
+    """Return an empty result, which lies in memory as torch's does: as the query."""
+    same = query.shape[3] == value.shape[3]
+    return torch.empty_like(query) if same else query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+@_batched.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return _like(query, value), query.new_empty(_groups(_of_batch(query, key), causal)[1])
+
+
+@torch.library.custom_op("hasten::attention_backward", mutates_args=())
+def _batched_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, weights: Tensor, scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    center = (gradient * output).sum(-1, keepdim=True)
+    g, c, q, k, v = (each.flatten(0, 2) for each in (gradient, center, query, key, value))
+    nothing = torch.empty(0, dtype=torch.uint8)
+    found = _differentiate(g, c, q, k, v, weights, nothing, nothing, _of_batch(query, key), 0.0, scale, causal)
+    d_query, d_key, d_value = (each.view(of.shape) for each, of in zip(found, (query, key, value), strict=True))
+    return d_query, d_key, d_value
+
+
+@_batched_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_batched(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, ctx.scale, ctx.causal = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _of_batched(ctx: Any, gradient: Tensor, _weights: Any) -> tuple[Any, ...]:
+    return *_batched_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.causal), None, None
+
+
+_batched.register_autograd(_of_batched, setup_context=_keep_batched)
+
+
+def attend_in_batch(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
+    """Compute ``torch.nn.functional.scaled_dot_product_attention`` without mask and dropout.
+
+    Args:
+        query: shape ``(batch, heads, queries, features)``, on the CPU.
+        key: shape ``(batch, heads, keys, features)``.
+        value: shape ``(batch, heads, keys, features)``.
+        scale: factor of the products of query and key.
+        causal: whether a query attends only to its own and earlier keys.
+
+    Returns:
+        shape ``(batch, heads, queries, features)``.
+
+    """
+    attended: Tensor = _batched(query, key, value, scale, causal)[0]
+    return attended
