@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import plain
 from measure import Batches, Loop, make_network
@@ -22,6 +23,42 @@ def lightning() -> dict[str, Loop]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     return {**trainer_loops(L), **fabric_loops(L)}
+
+
+def methods() -> dict[str, Loop]:
+    """Return loops by hand that call the steps of a module, as every Trainer has to."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = make_network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.network(x), y)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            F.cross_entropy(self.network(x), y)
+
+    def train(batches: Batches) -> nn.Module:
+        module = Classifier().train()
+        optimizer = torch.optim.SGD(module.parameters(), lr=plain.LEARNING_RATE)
+        for batch_idx, batch in enumerate(batches):
+            loss = module.training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return module.network
+
+    def validate(batches: Batches) -> nn.Module:
+        module = Classifier().eval()
+        with torch.inference_mode():
+            for batch_idx, batch in enumerate(batches):
+                module.validation_step(batch, batch_idx)
+        return module.network
+
+    return {"train": train, "validate": validate}
 
 
 def accelerate() -> dict[str, Loop]:
@@ -149,4 +186,4 @@ def torchtnt() -> dict[str, Loop]:
     return {"train": train}
 
 
-PEERS = {"lightning": lightning, "accelerate": accelerate, "ignite": ignite, "torchtnt": torchtnt}
+PEERS = {"methods": methods, "lightning": lightning, "accelerate": accelerate, "ignite": ignite, "torchtnt": torchtnt}
