@@ -61,12 +61,51 @@ def test_a_cpu_computes_bfloat16_by_products_or_with_the_error_of_one_rounding(
         assert found.dtype == torch.bfloat16
         # Long sequences, and all without bfloat16 instructions, are computed in 32 bits and rounded once.
         once = longest > 512 or not is_fast
+        assert ("hasten" in found.grad_fn.name()) is not once
         torch.testing.assert_close(found.float(), expected, rtol=2**-8 if once else 2**-5, atol=1e-6 if once else 0.03)
         weight = torch.randn_like(found)
         gradients = torch.autograd.grad(found, wide if autocast else rounded, weight)
         for one, other in zip(gradients, torch.autograd.grad(expected, wide, weight.float()), strict=True):
             size = other.abs().max().item()
             torch.testing.assert_close(one.float(), other, rtol=2**-8, atol=1e-6 if once else 0.02 * size)
+
+
+def test_products_take_grouped_heads_other_widths_and_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(torch_private, "cpu_multiplies_bfloat16", lambda: True)
+    lengths = [140, 3, 140, 300]
+    torch.manual_seed(0)
+    tensors = [torch.randn(sum(lengths), heads, width) for heads, width in ((4, 8), (2, 8), (2, 6))]
+    gate = torch.rand(sum(lengths), 4, 6)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        ours = [each.bfloat16().to(dtype).requires_grad_() for each in tensors]
+        result = packed_attention(*ours, cu_seqlens(lengths), 300, causal=True)
+        assert ("hasten" in result.grad_fn.name()) is (dtype == torch.bfloat16)
+        result.mul_(gate.to(dtype))
+        found.append([result.detach(), *torch.autograd.grad(result.float().square().sum(), ours)])
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other).norm() < 0.02 * other.norm()
+    empty = [each[:0].bfloat16().requires_grad_() for each in tensors]
+    assert packed_attention(*empty, cu_seqlens([]), 0).shape == (0, 4, 6)
+
+
+def test_what_torch_transforms_or_differentiates_twice_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(torch_private, "cpu_multiplies_bfloat16", lambda: True)
+    q, k, v = (each.detach().bfloat16().requires_grad_() for each in projections(sum(LENGTHS)))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        result = packed_attention(q, k, v, cu_seqlens(LENGTHS), 7)
+        (first,) = torch.autograd.grad(result.float().square().sum(), q, create_graph=True)
+        first.float().square().sum().backward()
+    assert k.grad.isfinite().all()
+    for p in (0.0, 0.3):
+        gradient = torch.func.grad(lambda q, p=p: packed_attention(q, k, v, cu_seqlens(LENGTHS), 7, dropout_p=p).sum())(
+            q
+        )
+        assert gradient.isfinite().all()
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        packed_attention(q, k, v, cu_seqlens(LENGTHS), 7, dropout_p=1.5)
 
 
 def test_evaluation_in_inference_mode_leaves_nothing_behind_that_training_cannot_use(

@@ -77,7 +77,58 @@ def test_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
     assert alone[alone != 0].allclose(torch.tensor(1 / 0.6, dtype=torch.float64))
 
 
-def test_it_works_in_bfloat16_and_within_a_compiled_program() -> None:
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_blocks_of_a_causal_mask_are_those_of_the_whole_mask(p: float) -> None:
+    torch.manual_seed(0)
+    lengths = [300, 5, 130, 300]
+    tensors = [torch.randn(sum(lengths), 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def attended(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return attend_within(*tensors, bounds_of(lengths), p=p, scale=SCALE, causal=True)
+
+    found = attended(*tensors)
+    if not p:
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(*rows, scale=SCALE, is_causal=True)
+            for rows in zip(*(each.transpose(0, 1).split(lengths, 1) for each in tensors), strict=True)
+        ]
+        expected = torch.cat(parts, 1).transpose(0, 1)
+        torch.testing.assert_close(found, expected)
+        weight = torch.randn_like(found)
+        for one, other in zip(
+            torch.autograd.grad(found, tensors, weight), torch.autograd.grad(expected, tensors, weight), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+        return
+    # The change of the result in a direction, and the gradients.
+    steps = [torch.randn_like(each) for each in tensors]
+    weight, small = torch.randn_like(found), 1e-5
+    gradients = torch.autograd.grad(found, tensors, weight)
+    with torch.no_grad():
+        above, below = (
+            attended(*(each + sign * small * step for each, step in zip(tensors, steps, strict=True)))
+            for sign in (1, -1)
+        )
+    change = ((above - below) * weight).sum() / (2 * small)
+    assert sum((one * step).sum() for one, step in zip(gradients, steps, strict=True)).item() == pytest.approx(
+        change.item(), rel=1e-5
+    )
+
+
+def test_backward_within_autocast_stays_in_32_bits() -> None:
+    tensors = [each.detach().float().requires_grad_() for each in inputs()]
+    result = attend(*tensors)
+    weight = torch.ones_like(result)
+    expected = torch.autograd.grad(result, tensors, weight, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(result, tensors, weight)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_works_in_bfloat16_and_a_compiler_knows_its_shapes(p: float, causal: bool) -> None:
     query, key, value = (each.detach().bfloat16().requires_grad_() for each in inputs())
     mine = attend(query, key, value)
     mine.sum().backward()
@@ -85,7 +136,7 @@ def test_it_works_in_bfloat16_and_within_a_compiled_program() -> None:
     torch.testing.assert_close(mine.double(), by_torch(*inputs(), False), rtol=0.05, atol=0.05)
     torch.library.opcheck(
         torch.ops.hasten.packed_attention,
-        (*(each.detach() for each in inputs()), bounds_of(LENGTHS), 0.0, SCALE, False),
+        (*(each.detach() for each in inputs()), bounds_of(LENGTHS), p, SCALE, causal),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -164,6 +164,22 @@ def test_a_compiled_function_computes_the_same() -> None:
     torch.library.opcheck(torch.ops.hasten.attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_function_takes_other_batches_and_lengths(causal: bool) -> None:
+    kept = fast_attention()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch, tokens in ((3, 24), (2, 24), (2, 150)):
+        tensors = [torch.randn(batch, 2, tokens, 16, requires_grad=True) for _ in range(3)]
+        with torch.autocast("cpu", torch.bfloat16):
+            result = compiled(*tensors, is_causal=causal)
+        expected = by_hand(*tensors, is_causal=causal)
+        assert (result.float() - expected).norm() < 0.02 * expected.norm()
+        gradients = torch.autograd.grad(result.float().square().sum(), tensors)
+        for one, other in zip(gradients, torch.autograd.grad(expected.square().sum(), tensors), strict=True):
+            assert (one - other).norm() < 0.03 * other.norm()
+    del kept
+
+
 def test_grouped_queries() -> None:
     tensors = inputs(heads=4, key_heads=2)
     kept = fast_attention()

@@ -17,7 +17,6 @@ from hasten.packed.products import are_faster, attend_within
 
 # The largest head of flash attention, and the multiple of which both kernels take heads without padding.
 _LARGEST_HEAD, _MULTIPLE = 256, 8
-_16_BITS = (torch.bfloat16, torch.float16)
 # The first token, the number of sequences, and their length.
 Run = tuple[int, int, int]
 
@@ -38,9 +37,10 @@ def packed_attention(
     The result and the gradients equal those of padded attention with a mask, up to rounding. On CUDA, flash
     attention computes it (bf16 and fp16, since the Ampere generation), otherwise memory-efficient attention; the host
     reads nothing back. On other devices, and for 64-bit floats, torch's attention is called for each run of equal
-    lengths, and no masked score is computed. A CPU without AMX computes 16-bit floats in 32 bits, which is faster. With
-    dropout, and in bfloat16 for sequences of up to 512 tokens, a CPU multiplies whole matrices instead and keeps their
-    weights for backward.
+    lengths, and no masked score is computed. A CPU without AMX computes 16-bit floats in 32 bits, which is faster. If
+    it has bfloat16 instructions, sequences of up to 512 tokens without dropout are products of whole matrices in
+    bfloat16: scores are rounded before the softmax, as where attention is written out, and weights are kept for
+    backward.
 
     Args:
         query: ``(tokens, heads, head_dim)``, floating point.
@@ -78,46 +78,29 @@ def packed_attention(
     if query.is_cpu:
         return _on_host(query, key, value, cu_seqlens, options)
     if not query.is_cuda:
-        return _by_length(query, key, value, cu_seqlens, options)
+        return _by_length(query, key, value, _places(cu_seqlens, query.size(0)), options)
     if torch.is_autocast_enabled("cuda"):
         # As autocast does for torch's attention; the kernels below are not on its list.
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return _by_length(query, key, value, cu_seqlens, options)
-    times = query.size(1) // key.size(1)
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        return _by_length(query, key, value, _places(cu_seqlens, query.size(0)), options)
+    key, value = of_all_heads(query, key, value)
     compute = _by_kernel if _kernels_are_known() else _jagged
     return compute(query, key, value, cu_seqlens.to(torch.int32), int(max_seqlen), options)
 
 
-def on_host(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    by_products: bool = False,
-) -> Tensor:
+def on_host(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return ``attend(query, key, value)``, computed in 32 bits where a CPU takes longer with 16.
 
-    Args:
-        attend: computes attention, by torch's own or by products of whole matrices.
-        query: any shape.
-        key: any shape.
-        value: any shape.
-        by_products: whether it does so by products, which are faster in bfloat16. The gradient of torch's attention
-            takes 1.4 (320 tokens) to 9 times (16 tokens) as long in bfloat16, on CPUs without AMX units.
-
+    The gradient of torch's attention in bfloat16 takes 1.4 (320 tokens) to 9 times (16 tokens) as long there, and
+    rounds more often. With AMX units it has other kernels.
     """
     dtype = _result_type(query)
-    is_fast = dtype == torch.bfloat16 and torch_private.cpu_multiplies_bfloat16()
-    if not query.is_cpu or dtype not in _16_BITS or (torch_private.cpu_has_amx() and not by_products):
+    if not query.is_cpu or dtype not in (torch.bfloat16, torch.float16) or torch_private.cpu_has_amx():
         return attend(query, key, value)
-    compute = dtype if by_products and is_fast else torch.float32
     with torch.autocast("cpu", enabled=False):
-        return attend(query.to(compute), key.to(compute), value.to(compute)).to(dtype)
+        return attend(query.float(), key.float(), value.float()).to(dtype)
 
 
 def _result_type(query: Tensor) -> torch.dtype:
@@ -128,23 +111,22 @@ def _result_type(query: Tensor) -> torch.dtype:
 
 
 def _on_host(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend by products of whole matrices, or by torch's attention where their weights would need much memory."""
-    places = _places(cu_seqlens, query.size(0))
+    """Attend by products of whole matrices where they are faster, otherwise by torch's attention."""
+    places, dtype = _places(cu_seqlens, query.size(0)), _result_type(query)
     longest = max((end - begin for begin, end in pairwise(places)), default=0)
-    p, scale = options["dropout_p"], options["scale"]
-    if not p and not are_faster(longest, longest, _result_type(query)):
-        return on_host(functools.partial(_by_length, cu_seqlens=cu_seqlens, options=options), query, key, value)
+    if options["dropout_p"] or not are_faster(longest, longest, dtype):
+        return on_host(functools.partial(_by_length, places=places, options=options), query, key, value)
+    scale = query.size(2) ** -0.5 if options["scale"] is None else options["scale"]
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return attend_within(
+        query, *of_all_heads(query, key, value), cu_seqlens, p=0.0, scale=scale, causal=options["is_causal"]
+    )
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        return attend_within(
-            query, key, value, cu_seqlens, p=p, scale=query.size(2) ** -0.5 if scale is None else scale,
-            causal=options["is_causal"],
-        )  # fmt: skip
 
+def of_all_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return key and value with as many heads as the query, ``(tokens, heads, features)``."""
     times = query.size(1) // key.size(1)
-    return on_host(attend, query, key, value, by_products=True)
+    return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
 
 
 def document_mask(document_ids: Tensor, causal: bool = False) -> Tensor:
@@ -250,9 +232,9 @@ def _places(cu_seqlens: Tensor, tokens: int) -> list[int]:
     return places
 
 
-def _by_length(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]) -> Tensor:
+def _by_length(query: Tensor, key: Tensor, value: Tensor, places: list[int], options: dict[str, Any]) -> Tensor:
     """Call torch's attention once for each run of equal lengths."""
-    runs = runs_of(_places(cu_seqlens, query.size(0)))
+    runs = runs_of(places)
     if not runs:
         return torch.empty_like(query)
     sizes = [count * length for _, count, length in runs]

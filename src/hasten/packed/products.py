@@ -27,9 +27,10 @@ _Sizes: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 def are_faster(queries: int, keys: int, dtype: torch.dtype) -> bool:
-    """Return whether products are faster than torch's attention without dropout, and their weights do not fill memory.
+    """Return whether products are faster than torch's attention without dropout, and may take its place.
 
-    In bfloat16 they take 0.4 to 0.7 of the time, in 32 bits about as long. With AMX units torch has other kernels.
+    In bfloat16 they take 0.4 to 0.7 of the time. In 32 bits they take about as long as torch's attention. With AMX
+    units torch has other kernels. Longer sequences would need much memory for their weights.
     """
     return (
         dtype == torch.bfloat16
@@ -37,6 +38,8 @@ def are_faster(queries: int, keys: int, dtype: torch.dtype) -> bool:
         and torch_private.cpu_multiplies_bfloat16()
         and not torch_private.cpu_has_amx()
         and not torch_private.is_transformed()
+        # Second derivatives need torch's attention that is written out: torch.nn.attention.sdpa_kernel(MATH).
+        and torch.backends.cuda.flash_sdp_enabled()
     )
 
 
@@ -48,7 +51,7 @@ class _Scores(NamedTuple):
     # Where its weights are among all, and their shape.
     weights: slice
     shape: torch.Size
-    # The keys of which a query may be behind, with a causal mask.
+    # Keys of this part that a causal mask hides from some of its queries.
     hidden: slice
 
 
@@ -120,7 +123,11 @@ def _differentiate(
     gradient: Tensor, center: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
     threshold: Tensor, sizes: _Sizes, p: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the rows of query, key and value."""
+    """Return the gradients of the rows of query, key and value.
+
+    ``center`` is the softmax's mean gradient, weighted by the probabilities: the product of two small tensors, result
+    and gradient, summed for each row.
+    """
     # With a causal mask there are several parts, whose gradients are added.
     make, beta = (torch.zeros_like, 1) if causal else (torch.empty_like, 0)
     d_query, d_key, d_value = torch.empty_like(query), make(key), make(value)
@@ -137,7 +144,6 @@ def _differentiate(
                 d_weights.mul_(mask)
                 dropped = mask.mul_(probabilities)
             torch.baddbmm(dv, dropped.transpose(1, 2), g, beta=beta, out=dv)
-            # The softmax's mean gradient, weighted by the probabilities, is a product of two small tensors.
             d_scores = d_weights.sub_(c).mul_(probabilities)
             torch.bmm(d_scores, k, out=dq)
             torch.baddbmm(dk, d_scores.transpose(1, 2), q, beta=beta, out=dk)
@@ -145,7 +151,7 @@ def _differentiate(
 
 
 class _Order(NamedTuple):
-    """How rows of heads and tokens are ordered so that sequences of one length follow one another, and heads tokens."""
+    """An order in which sequences of one length are adjacent, and within a sequence all tokens of one head."""
 
     there: Tensor
     back: Tensor
@@ -175,55 +181,70 @@ def _order(bounds: tuple[int, ...], heads: int) -> _Order:
 @torch.library.custom_op("hasten::packed_attention", mutates_args=())
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     order = _order(tuple(bounds.tolist()), query.shape[1])
     q, k, v = (each.flatten(0, 1).index_select(0, order.there) for each in (query, key, value))
-    output, weights, random, threshold = _attend(q, k, v, order.sizes, p, scale, causal)
-    output = output.index_select(0, order.back).unflatten(0, query.shape[:2])
-    return output, q, k, v, weights, random, threshold
+    rows, weights, random, threshold = _attend(q, k, v, order.sizes, p, scale, causal)
+    # Backward reads the rows, so the caller may change the result, which is no view either.
+    result = rows.new_empty((*query.shape[:2], value.shape[2]))
+    torch.index_select(rows, 0, order.back, out=result.view(rows.shape))
+    return result, rows, q, k, v, weights, random, threshold
 
 
 @_packed.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = (each.new_empty((each.shape[0] * each.shape[1], each.shape[2])) for each in (query, key, value))
     pairs = torch.library.get_ctx().new_dynamic_size()
     random = query.new_empty(pairs if p else 0, dtype=torch.uint8)
-    output = query.new_empty((*query.shape[:2], value.shape[2]))
-    return output, q, k, v, query.new_empty(pairs), random, torch.tensor(0)
+    result = query.new_empty((*query.shape[:2], value.shape[2]))
+    return result, query.new_empty(v.shape), q, k, v, query.new_empty(pairs), random, torch.tensor(0)
 
 
 @torch.library.custom_op("hasten::packed_attention_backward", mutates_args=())
 def _packed_backward(
-    gradient: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
-    threshold: Tensor, bounds: Tensor, p: float, scale: float, causal: bool,
+    gradient: Tensor, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
+    threshold: Tensor, bounds: Tensor, heads: int, p: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    order, shape = _order(tuple(bounds.tolist()), output.shape[1]), output.shape[:2]
-    center = (gradient * output).sum(-1).flatten().index_select(0, order.there)[:, None]
-    rows = gradient.flatten(0, 1).index_select(0, order.there)
-    found = _differentiate(rows, center, query, key, value, weights, random, threshold, order.sizes, p, scale, causal)
-    d_query, d_key, d_value = (each.index_select(0, order.back).unflatten(0, shape) for each in found)
+    order = _order(tuple(bounds.tolist()), heads)
+    gradient = gradient.flatten(0, 1).index_select(0, order.there)
+    center = (gradient * rows).sum(-1, keepdim=True)
+    found = _differentiate(
+        gradient, center, query, key, value, weights, random, threshold, order.sizes, p, scale, causal
+    )
+    d_query, d_key, d_value = (each.index_select(0, order.back).view(-1, heads, each.shape[1]) for each in found)
     return d_query, d_key, d_value
 
 
 @_packed_backward.register_fake
-def _(gradient: Tensor, output: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (each.new_empty((*output.shape[:2], each.shape[1])) for each in rows[:3])
-    return query, key, value
+def _(
+    gradient: Tensor, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
+    threshold: Tensor, bounds: Tensor, heads: int, *_others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_query, d_key, d_value = (
+        each.new_empty((each.shape[0] // heads, heads, each.shape[1])) for each in (query, key, value)
+    )
+    return d_query, d_key, d_value
 
 
 def _keep_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, bounds, ctx.p, ctx.scale, ctx.causal = inputs
+    query, *_, bounds, p, scale, causal = inputs
+    ctx.constants = query.shape[1], p, scale, causal
+    # Without this, backward would get zeros for each of the other outputs.
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output, bounds)
+    ctx.save_for_backward(*output[1:], bounds)
 
 
-def _of_packed(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
-    return *_packed_backward(gradient, *ctx.saved_tensors, ctx.p, ctx.scale, ctx.causal), None, None, None, None
+def _differentiate_packed(ctx: Any, gradient: Tensor | None, *_others: Any) -> tuple[Any, ...]:
+    nothing = None, None, None, None
+    if gradient is None:
+        return None, None, None, *nothing
+    return *_packed_backward(gradient, *ctx.saved_tensors, *ctx.constants), *nothing
 
 
-_packed.register_autograd(_of_packed, setup_context=_keep_packed)
+_packed.register_autograd(_differentiate_packed, setup_context=_keep_packed)
 
 
 def attend_within(
@@ -234,14 +255,14 @@ def attend_within(
     Args:
         query: shape ``(tokens, heads, features)``, on the CPU.
         key: shape ``(tokens, heads, features)``.
-        value: shape ``(tokens, heads, features)``.
+        value: shape ``(tokens, heads, value features)``.
         bounds: the first token of each sequence and the end of the last; shape ``(sequences + 1,)``, on the CPU.
         p: probability of dropping an attention weight, 0 to 1.
         scale: factor of the products of query and key.
         causal: whether a token attends only to itself and earlier tokens.
 
     Returns:
-        shape ``(tokens, heads, features)``.
+        shape ``(tokens, heads, value features)``.
 
     Source: Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762
 
@@ -250,14 +271,14 @@ def attend_within(
     return attended
 
 
-def _of_batch(query: Tensor, key: Tensor) -> _Sizes:
+def _sizes_of(query: Tensor, key: Tensor) -> _Sizes:
     return ((query.shape[0] * query.shape[1], query.shape[2], key.shape[2]),)
 
 
 @torch.library.custom_op("hasten::attention", mutates_args=())
 def _batched(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = (each.flatten(0, 2) for each in (query, key, value))
-    rows, weights, _, _ = _attend(q, k, v, _of_batch(query, key), 0.0, scale, causal)
+    rows, weights, _, _ = _attend(q, k, v, _sizes_of(query, key), 0.0, scale, causal)
     return _like(query, value).copy_(rows.view(*query.shape[:3], -1)), weights
 
 
@@ -269,7 +290,10 @@ def _like(query: Tensor, value: Tensor) -> Tensor:
 
 @_batched.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return _like(query, value), query.new_empty(_groups(_of_batch(query, key), causal)[1])
+    batch, heads, queries, keys = *query.shape[:3], key.shape[2]
+    # The batch, and without a causal mask the lengths, may be symbols.
+    pairs = _groups(((1, queries, keys),), causal)[1] if causal else queries * keys
+    return _like(query, value), query.new_empty(batch * heads * pairs)
 
 
 @torch.library.custom_op("hasten::attention_backward", mutates_args=())
@@ -280,7 +304,7 @@ def _batched_backward(
     center = (gradient * output).sum(-1, keepdim=True)
     g, c, q, k, v = (each.flatten(0, 2) for each in (gradient, center, query, key, value))
     nothing = torch.empty(0, dtype=torch.uint8)
-    found = _differentiate(g, c, q, k, v, weights, nothing, nothing, _of_batch(query, key), 0.0, scale, causal)
+    found = _differentiate(g, c, q, k, v, weights, nothing, nothing, _sizes_of(query, key), 0.0, scale, causal)
     d_query, d_key, d_value = (each.view(of.shape) for each, of in zip(found, (query, key, value), strict=True))
     return d_query, d_key, d_value
 
@@ -292,15 +316,18 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any
 
 def _keep_batched(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, ctx.scale, ctx.causal = inputs
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _of_batched(ctx: Any, gradient: Tensor, _weights: Any) -> tuple[Any, ...]:
+def _differentiate_batched(ctx: Any, gradient: Tensor | None, _weights: Any) -> tuple[Any, ...]:
+    if gradient is None:
+        return None, None, None, None, None
     return *_batched_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.causal), None, None
 
 
-_batched.register_autograd(_of_batched, setup_context=_keep_batched)
+_batched.register_autograd(_differentiate_batched, setup_context=_keep_batched)
 
 
 def attend_in_batch(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
@@ -309,12 +336,12 @@ def attend_in_batch(query: Tensor, key: Tensor, value: Tensor, *, scale: float, 
     Args:
         query: shape ``(batch, heads, queries, features)``, on the CPU.
         key: shape ``(batch, heads, keys, features)``.
-        value: shape ``(batch, heads, keys, features)``.
+        value: shape ``(batch, heads, keys, value features)``.
         scale: factor of the products of query and key.
         causal: whether a query attends only to its own and earlier keys.
 
     Returns:
-        shape ``(batch, heads, queries, features)``.
+        shape ``(batch, heads, queries, value features)``.
 
     """
     attended: Tensor = _batched(query, key, value, scale, causal)[0]

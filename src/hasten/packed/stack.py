@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten.extend.origin import ROOTS, package_of
-from hasten.packed.document_attention import packed_attention
+from hasten.packed.document_attention import of_all_heads, packed_attention
 from hasten.packed.first_token import FirstToken, LossCheck, attend_first
 from hasten.packed.layout import HELP, Layout, refusal
 from hasten.packed.patches import HookPatch, MethodPatch
+from hasten.packed.products import attend_within
 
 # The keyword argument that passes the call to a block.
 _CALL = "hasten_packed_call"
@@ -227,6 +228,9 @@ class Stack:
             p = 0.0
         if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
+        if p and query.is_cpu:
+            key, value = of_all_heads(query, key, value)
+            return attend_within(query, key, value, layout.bounds, p=p, scale=scale, causal=self.causal)
         return packed_attention(
             query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
         )

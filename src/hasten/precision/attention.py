@@ -60,7 +60,7 @@ def _attention(
 ) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu")
     is_fast = dtype == torch.bfloat16 and not dropout_p and not query.is_nested and _is_short(query, key)
-    if is_fast and attn_mask is None and _can_be_products(query, key, value):
+    if is_fast and attn_mask is None and _can_be_products(query, key, value, is_causal):
         q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
         return attend_in_batch(q, k, v, scale=q.size(-1) ** -0.5 if scale is None else scale, causal=is_causal)
     compute = torch.float32 if is_fast else dtype
@@ -82,14 +82,15 @@ def _is_short(query: Tensor, key: Tensor) -> bool:
     return query.shape[-2] <= LONGEST and key.shape[-2] <= LONGEST
 
 
-def _can_be_products(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _can_be_products(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
     """Return whether there are products for these tensors, and the program has not asked for another kernel."""
     return (
         query.dim() == 4
-        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and query.shape[:2] == key.shape[:2]
+        and key.shape[:3] == value.shape[:3]
         and query.dtype != torch.float64
         and query.numel() * key.numel() > 0
-        # Second derivatives need torch's attention that is written out: torch.nn.attention.sdpa_kernel(MATH).
-        and torch.backends.cuda.flash_sdp_enabled()
+        # Blocks of a causal mask are cut at places that are known: no symbols of a compiled program.
+        and (not is_causal or all(isinstance(length, int) for length in (query.shape[2], key.shape[2])))
         and are_faster(query.shape[-2], key.shape[-2], torch.bfloat16)
     )

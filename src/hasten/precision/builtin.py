@@ -137,9 +137,10 @@ class MixedPrecision(Precision):
         device: the kind of device: "cuda", "cpu", "mps".
         scaler: your own GradScaler; "16-mixed" creates one by default.
         fast_attention: compute torch's attention of up to 512 tokens without dropout by products of whole matrices,
-            with "bf16-mixed" on a CPU without AMX; otherwise nothing changes. It takes about half as long as torch's in
-            32 bits, and less than half as long as torch's in bfloat16. Weights of attention are kept for backward, as
-            where attention is written out, so it needs more memory. With a mask it is computed in 32 bits.
+            with "bf16-mixed" on a CPU that has bfloat16 instructions and no AMX units. It takes about half as long as
+            torch's. Scores are rounded to bfloat16 before the softmax, as where attention is written out, and weights
+            of attention are kept for backward, which needs memory. With a mask, with fewer heads of keys than of
+            queries, and without bfloat16 instructions, it is computed in 32 bits. Otherwise nothing changes.
 
     Raises:
         ValueError: the precision has another value, or bfloat16 is given a scaler.
