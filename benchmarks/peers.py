@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import plain
 from measure import Batches, Loop, make_network
-from trainers import fabric_loops, trainer_loops
+from trainers import classifier, fabric_loops, trainer_loops
 
 
 def lightning() -> dict[str, Loop]:
@@ -28,35 +27,26 @@ def lightning() -> dict[str, Loop]:
 def methods() -> dict[str, Loop]:
     """Return loops by hand that call the steps of a module, as every Trainer has to."""
 
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = make_network()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            return F.cross_entropy(self.network(x), y)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            x, y = batch
-            F.cross_entropy(self.network(x), y)
+    Classifier = classifier(nn.Module)
 
     def train(batches: Batches) -> nn.Module:
         module = Classifier().train()
-        optimizer = torch.optim.SGD(module.parameters(), lr=plain.LEARNING_RATE)
+        optimizer = module.configure_optimizers()
         for batch_idx, batch in enumerate(batches):
             loss = module.training_step(batch, batch_idx)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return module.network
+        network: nn.Module = module.network
+        return network
 
     def validate(batches: Batches) -> nn.Module:
         module = Classifier().eval()
         with torch.inference_mode():
             for batch_idx, batch in enumerate(batches):
                 module.validation_step(batch, batch_idx)
-        return module.network
+        network: nn.Module = module.network
+        return network
 
     return {"train": train, "validate": validate}
 

@@ -22,10 +22,10 @@ OFF = {
 }
 
 
-def trainer_loops(L: ModuleType) -> dict[str, Loop]:
-    """Return the loop of each case for a library with the field's names (``import ... as L``)."""
+def classifier(base: type[nn.Module]) -> Any:
+    """Return the class of a module with the steps of each case, derived from ``base``."""
 
-    class Classifier(L.LightningModule):  # type: ignore[name-defined]
+    class Classifier(base):  # type: ignore[valid-type,misc]
         def __init__(self) -> None:
             super().__init__()
             self.network = make_network()
@@ -41,7 +41,14 @@ def trainer_loops(L: ModuleType) -> dict[str, Loop]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=plain.LEARNING_RATE)
 
-    class LoggingClassifier(Classifier):
+    return Classifier
+
+
+def trainer_loops(L: ModuleType) -> dict[str, Loop]:
+    """Return the loop of each case for a library with the field's names (``import ... as L``)."""
+    Classifier = classifier(L.LightningModule)
+
+    class LoggingClassifier(Classifier):  # type: ignore[valid-type,misc]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
             loss = F.cross_entropy(self.network(x), y)

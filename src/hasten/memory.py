@@ -83,8 +83,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     Args:
         module: the module, on its device.
         how: "selective" keeps the results of matrix products, convolutions and attention, which are expensive, and
-            recomputes the rest, with ``fast_attention`` also attention, whose weights need memory; "full" keeps only
-            the inputs of each block, and costs one more forward.
+            recomputes the rest. Attention of ``fast_attention`` is recomputed, too, because its weights need memory.
+            "full" keeps only the inputs of each block, and costs one more forward.
 
     Yields:
         the number of blocks.

@@ -185,7 +185,7 @@ def _packed(
     order = _order(tuple(bounds.tolist()), query.shape[1])
     q, k, v = (each.flatten(0, 1).index_select(0, order.there) for each in (query, key, value))
     rows, weights, random, threshold = _attend(q, k, v, order.sizes, p, scale, causal)
-    # Backward reads the rows, so the caller may change the result, which is no view either.
+    # The result shares no memory with ``rows``: backward reads them after the caller may have changed the result.
     result = rows.new_empty((*query.shape[:2], value.shape[2]))
     torch.index_select(rows, 0, order.back, out=result.view(rows.shape))
     return result, rows, q, k, v, weights, random, threshold

@@ -59,11 +59,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu")
-    is_fast = dtype == torch.bfloat16 and not dropout_p and not query.is_nested and _is_short(query, key)
-    if is_fast and attn_mask is None and _can_be_products(query, key, value, is_causal):
+    may_replace = dtype == torch.bfloat16 and not dropout_p and not query.is_nested and _is_short(query, key)
+    if may_replace and attn_mask is None and _can_be_products(query, key, value, is_causal):
         q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
         return attend_in_batch(q, k, v, scale=q.size(-1) ** -0.5 if scale is None else scale, causal=is_causal)
-    compute = torch.float32 if is_fast else dtype
+    compute = torch.float32 if may_replace else dtype
 
     def converted(tensor: Tensor) -> Tensor:
         # As autocast: doubles and masks of bool stay.
