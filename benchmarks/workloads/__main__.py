@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from benchmarks.measure import hardware
 from benchmarks.workloads import forecast, table
-from benchmarks.workloads.columns import COLUMNS, PEER_PACKAGES, QUICK, columns_of, device_of
+from benchmarks.workloads.columns import COLUMNS, LOWER_PRECISION, PEER_PACKAGES, QUICK, columns_of, device_of
 from benchmarks.workloads.registry import NAMES, load
 from benchmarks.workloads.table import Column, Measured
 
@@ -48,11 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "peaks": measured_peaks(device),
     }
     print(table.heading(facts), flush=True)
+    float32, bfloat16 = (facts["peaks"][kind] or 0.0 for kind in ("float32", "bfloat16"))
+    # Without bfloat16 instructions a step takes minutes.
+    is_slow = bfloat16 < float32 and not options.columns
+    left_out = dict.fromkeys(LOWER_PRECISION, "bfloat16 is slower than float32 here") if is_slow else {}
     found = []
     with tempfile.TemporaryDirectory(prefix="workloads-") as cache:
         for name in options.names:
             # What one column finds out or compiles, no other one gets.
-            found.append(measure(name, options, device, Path(cache)))
+            found.append(measure(name, options, device, Path(cache), left_out))
             print(table.text_of(found[-1], facts["peaks"]), flush=True)
             if options.json:
                 rows = [each.as_json(facts["peaks"]) for each in found]
@@ -154,8 +158,10 @@ def packages_of(python: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def measure(name: str, options: argparse.Namespace, device: torch.device, cache: Path) -> Measured:
-    """Run all columns of a workload in turns."""
+def measure(
+    name: str, options: argparse.Namespace, device: torch.device, cache: Path, left_out: dict[str, str]
+) -> Measured:
+    """Run all columns of a workload in turns, but those that are left out."""
     if name == "forecast":
         measured = Measured(name, forecast.TITLE, forecast.GOAL_TEXT, forecast.MAX_STEPS, 0.0)
         turn_steps, names = forecast.QUICK_STEPS if options.quick else forecast.TURN_STEPS, list(forecast.OPTIONS)
@@ -167,12 +173,13 @@ def measure(name: str, options: argparse.Namespace, device: torch.device, cache:
         turn_steps, names = kind.quick_steps if options.quick else kind.turn_steps, columns_of(kind)
         if options.quick and not options.columns:
             names = [column for column in names if column in QUICK]
+        measured.left_out |= {column: left_out[column] for column in names if column in left_out}
     turn_steps = options.steps or turn_steps
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else measured.max_steps // turn_steps)
     workers: dict[str, Worker] = {}
     try:
         for column in names:
-            if options.columns and column not in options.columns:
+            if column in measured.left_out or (options.columns and column not in options.columns):
                 continue
             try:
                 workers[column] = Worker(name, column, options, cache)
