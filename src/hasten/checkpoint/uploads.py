@@ -383,7 +383,7 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _text(url: str, paths: list[str], error: Exception) -> str:
-    why = f"{type(error).__name__}: {error}"
+    why = f"{type(error).__name__}: {error}".rstrip(".")
     if not paths:
         return f"{url} could not be written: {why}."
     are = "is only on this machine" if len(paths) == 1 else "are only on this machine"

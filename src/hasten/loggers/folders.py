@@ -36,8 +36,13 @@ def make_writable(owner: str, argument: str, path: str) -> None:
 
 
 def exists(path: str) -> bool:
-    """Return whether there is a file or folder."""
-    return bool(file_system(path).exists(path)) if is_url(path) else os.path.exists(local(path))
+    """Return whether there is a file or folder; an error of a bucket names it."""
+    if not is_url(path):
+        return os.path.exists(local(path))
+    try:
+        return bool(file_system(path).exists(path))
+    except OSError as error:
+        raise type(error)(error.errno, f"could not look for {path}: {error.strerror or error}") from error
 
 
 def entries(path: str) -> list[str]:
