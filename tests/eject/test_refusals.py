@@ -32,6 +32,10 @@ REFUSED = {
     "reduction": (
         Case(steps=STEPS.replace("prog_bar=True", 'reduce_fx="max"')), "self.log(reduce_fx=...): the ejected loop"
     ),
+    "other rules for what is not finite": (
+        Case('max_epochs=1, callbacks=[EarlyStopping("val_loss", check_finite=False)]'),
+        "EarlyStopping(check_finite=...) has no short equivalent",
+    ),
     "several loaders": (
         Case(fit="trainer.fit(Net(), loader(8, True), [loader(8, False), loader(8, False)])"),
         "there are several validation loaders",
@@ -81,9 +85,13 @@ def test_what_is_left_out_is_named_with_its_cost(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(Case().text())
+    Path("train.py").write_text(Case(extra='print("26 samples")\n\n').text())
     assert main(["eject", "train.py", "-o", "plain.py"]) == 0
     assert re.search(r"^plain.py: \d+ lines. Run it with: python plain.py$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["eject", "train.py"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == Path("plain.py").read_text()
+    assert printed.err.startswith("26 samples\n")
     Path("other.py").write_text("print('nothing')\n")
     assert main(["eject", "other.py"]) == 1
     assert (

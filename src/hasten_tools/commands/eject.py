@@ -144,7 +144,9 @@ def _first_fit(path: Path, text: str, arguments: Sequence[str]) -> Any:
     setattr(Trainer, "__init__", make)  # noqa: B010
     before = sys.argv[:], sys.path[:]
     try:
-        code: object = _run(path, text, arguments)
+        # What the program prints is no part of the one that is written.
+        with contextlib.redirect_stdout(sys.stderr):
+            code: object = _run(path, text, arguments)
     except SystemExit as error:
         code = error.code
     finally:

@@ -57,7 +57,9 @@ OF_TRAINER = frozenset(
 SHOWN = frozenset(
     {"prog_bar", "logger", "sync_dist", "rank_zero_only", "add_dataloader_idx", "sync_dist_group", "enable_graph"}
 )
-# Arguments of callbacks that are about what is printed.
+# Values of arguments with which a callback does what the written one does.
+_ONLY = {"every_n_epochs": 1, "check_finite": True, "strict": True}
+# Arguments of callbacks that are about what is printed, or have such a value.
 QUIET = frozenset({"verbose", "rounding", "log_rank_zero_only", "check_finite", "device", "every_n_epochs",
                     "save_weights_only", "strict"})  # fmt: skip
 SIGNATURES = {
@@ -369,8 +371,8 @@ class UseReader:
                 source.refuse(
                     call.node, f"{name}({argument}=...) has no short equivalent. It can have {', '.join(known)}"
                 )
-            if argument == "every_n_epochs" and _constant(value) != 1:
-                source.refuse(call.node, f"{name}(every_n_epochs=...) has no short equivalent. Leave it out")
+            if argument in _ONLY and _constant(value) != _ONLY[argument]:
+                source.refuse(call.node, f"{name}({argument}=...) has no short equivalent. Leave it out")
             use.file_names |= argument == "filename" and _constant(value) is not None
             if argument == "monitor" and isinstance(value, ast.Constant):
                 use.monitors.add(str(value.value))
