@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 import hasten as L
 from hasten.compile.regions import MAX_HOOK_SETS
+from hasten.strategies import SingleDeviceStrategy
 from tests.models import loader, quiet, same_weights
 from tests.refusals import warned
 
@@ -114,6 +115,19 @@ def test_two_phases_are_two_graphs_without_a_break_and_results_are_those_of_the_
     trainer.validate(module, loader(18), verbose=False)
     fitted(module, compile=TRACED)
     assert graphs() == 2
+
+
+def test_a_strategy_of_a_later_run_takes_part_in_its_compiled_steps() -> None:
+    class Doubled(SingleDeviceStrategy):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().training_step(*args, **kwargs)
+
+    module, _, _ = fitted(compile=TRACED, max_epochs=1)
+    plain = copy.deepcopy(module)
+    for strategy in (Doubled(), "auto"):
+        _, _, compiled = fitted(module, compile=TRACED, max_epochs=1, strategy=strategy)
+        _, _, losses = fitted(plain, max_epochs=1, strategy=strategy)
+        assert compiled == losses
 
 
 def test_a_compiled_model_looks_like_itself_during_and_after_the_run() -> None:

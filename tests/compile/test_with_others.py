@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,10 @@ def test_fabric_compiles_one_graph_a_phase(compile: dict[str, Any]) -> None:
     assert report.compiled == (("Block",) if "regional" in compile else ("Sequential",))
     assert keys == compiled_keys == list(net.state_dict())
     assert same_weights(net, plain)
+    kept = weakref.ref(net)
+    del net, fabric
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.world_size(2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ class CompiledModel:
         variant: whatever else decides what is computed, such as the precision.
         packed: its blocks compute rows of real tokens.
         autocast: its calls are within ``torch.autocast``.
+        steps_by: what calls the module's steps by methods of its own, such as a program's strategy.
 
     """
 
@@ -48,8 +50,9 @@ class CompiledModel:
         variant: str = "",
         packed: bool = False,
         autocast: bool = False,
+        steps_by: object = None,
     ) -> None:
-        self.key = (settings, device, dims, variant, packed, autocast)
+        self.key = (settings, device, dims, variant, packed, autocast, steps_by)
         self.dims = dims
         self.settings = settings
         self._counters = CompileCounters(self.report)
@@ -61,6 +64,7 @@ class CompiledModel:
         cached = settings.cache and settings.backend == "inductor" and settings.context is None
         self._cold = ColdSeconds(module, settings, device, f"{dims} {variant}") if cached else None
         self._graphs_saved = 0
+        self._until_exit: AbstractContextManager[CompiledModel] | None = None
         # On other devices torch asks for autocast itself.
         self._changed = _without_fast_path if autocast and is_host(device) else nullcontext
 
@@ -93,9 +97,10 @@ class CompiledModel:
             writes: whether this process saves how long compiling took.
 
         """
-        context = self.enabled(writes=writes)
-        context.__enter__()
-        atexit.register(context.__exit__, None, None, None)
+        if self._until_exit is None:
+            self._until_exit = self.enabled(writes=writes)
+            self._until_exit.__enter__()
+            _UNTIL_EXIT.add(self)
 
     def step(self, name: str, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Return a step of ``module`` compiled; unchanged where only parts of the model are compiled.
@@ -154,6 +159,17 @@ class CompiledModel:
             cold.save(self._counters.seconds_by_graphs)
 
 
+# A reference that keeps a model alive would keep all models of a search.
+_UNTIL_EXIT: WeakSet[CompiledModel] = WeakSet()
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    for model in list(_UNTIL_EXIT):
+        if model._until_exit is not None:
+            model._until_exit.__exit__(None, None, None)
+
+
 # In the module's own dictionary: a global table would keep every compiled model alive.
 _ATTRIBUTE = "_hasten_compiled"
 
@@ -167,12 +183,13 @@ def compiled_model(
     variant: str = "",
     packed: bool = False,
     autocast: bool = False,
+    steps_by: object = None,
 ) -> CompiledModel:
     """Return ``module`` compiled: the same object as last time if the arguments are the same.
 
     Args: see ``CompiledModel``.
     """
-    key = settings, device, dims, variant, packed, autocast
+    key = settings, device, dims, variant, packed, autocast, steps_by
     known = module.__dict__.get(_ATTRIBUTE)
     if known is None or known.key != key:
         known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, *key)

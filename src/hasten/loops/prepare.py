@@ -565,6 +565,9 @@ def compile_module(run: Run) -> None:
     # The graph differs from the one without them.
     changes = (runtime.precision.precision, speed.dropout, speed.memory)
     autocast = isinstance(runtime.autocast(), torch.autocast)
+    steps_by_strategy = defined_by_program(
+        runtime.strategy, "training_step", "validation_step", "test_step", "predict_step"
+    )
     model = compiled_model(
         run.module,
         settings,
@@ -573,6 +576,7 @@ def compile_module(run: Run) -> None:
         variant=str(changes),
         packed=bool(speed.packed),
         autocast=autocast,
+        steps_by=runtime.strategy if steps_by_strategy else None,
     )
     if settings.cuda_graphs:
         run.undo.enter_context(marked_by_us())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -257,11 +258,19 @@ def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device, da
         os.cpu_count(),
         os.path.abspath(getattr(main, "__file__", None) or ""),
         full_name(type(module)).replace("__mp_main__", "__main__"),
+        # Some lines are judged by what these compute.
+        [_source(getattr(type(module), name, None)) for name in ("training_step", "forward")],
         [(name, list(value.shape), str(value.dtype)) for name, value in module.named_parameters()],
         data,
         [(name, repr(given[name])) for name in relevant if given.get(name) not in (None, False, 1, "auto")],
     ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
+
+
+def _source(function: Any) -> str | None:
+    with suppress(OSError, TypeError):
+        return inspect.getsource(function)
+    return None
 
 
 def _samples_draw(loader: DataLoader[Any]) -> bool:
