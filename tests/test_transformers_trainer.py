@@ -55,9 +55,11 @@ def test_accumulated_batches_count_by_their_targets_as_one_large_batch_does(tmp_
     args = arguments(
         tmp_path, num_train_epochs=1, gradient_accumulation_steps=2, train_sampling_strategy="sequential",
         weight_decay=0.1, warmup_steps=1, learning_rate=1e-2, max_grad_norm=0.5, save_strategy="no",
+        logging_strategy="epoch",
     )  # fmt: skip
     trainer = TransformersTrainer(model, args, train_dataset=data, enable_model_summary=False)
     assert trainer.train().global_step == 3
+    assert len(trainer.trainer.history["loss"]) == len(trainer.trainer.history["lr-AdamW/pg1"]) == 1
 
     plain = language_model()
     decayed = [each for name, each in plain.named_parameters() if "norm" not in name]

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -196,7 +196,11 @@ class TransformersTrainer:
             given["compile"] = {name: value for name, value in options.items() if value is not None}
         if args.eval_strategy == "steps":
             given["val_check_interval"] = f"{args.eval_steps}st"
-        return {**given, "callbacks": [*callbacks, LearningRateMonitor("step"), *self._checkpoints()]}
+        # "no" logs no loss, and no learning rate.
+        every: dict[str, Literal["step", "epoch"]] = {"steps": "step", "epoch": "epoch"}
+        interval = every.get(args.logging_strategy)
+        rates = [] if interval is None else [LearningRateMonitor(interval)]
+        return {**given, "callbacks": [*callbacks, *rates, *self._checkpoints()]}
 
     def _checkpoints(self) -> list[ModelCheckpoint]:
         """Return callbacks that save the newest states, and the best."""

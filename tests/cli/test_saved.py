@@ -12,7 +12,7 @@ import yaml
 import hasten as L
 from hasten.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_module
 from tests.cli import program
-from tests.cli.program import QUIET, DeepEncoder, Encoder, Kind, LineNet, WideLineNet, cli
+from tests.cli.program import QUIET, DeepEncoder, Encoder, Kind, LineData, LineNet, WideLineNet, cli
 from tests.models import same_weights
 from tests.refusals import refused
 
@@ -170,6 +170,24 @@ def test_a_module_is_made_again_of_the_class_it_was(tmp_path: Path) -> None:
         assert type(again) is WideLineNet
         assert (again.extra, again.width) == (2.5, 6)
         assert same_weights(again, made.model)
+
+
+class Several(LineNet):
+    """A model of kinds."""
+
+    def __init__(self, kinds: list[Kind] | None = None, by_name: dict[str, Kind] | None = None) -> None:
+        L.LightningModule.__init__(self)
+        self.save_hyperparameters()
+        self.encoder, self.head, self.lr = Encoder(), torch.nn.Linear(4, 2), 0.1
+
+
+def test_enum_members_in_collections_are_named_for_the_command_line(tmp_path: Path) -> None:
+    trainer = L.Trainer(**QUIET)
+    trainer.fit(Several([Kind.two], {"first": Kind.one}), LineData())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    made = cli("validate", f"--ckpt_path={tmp_path / 'x.ckpt'}", model_class=Several, run=True)
+    assert made.model.hparams.kinds == ["two"]
+    assert made.model.hparams.by_name == {"first": "one"}
 
 
 def test_linked_values_are_saved_as_they_were(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -134,7 +133,9 @@ def with_checkpoint(
     if not path or not Path(path).exists():
         return config  # "best", "last" or a URL: found when the run starts.
     try:
-        checkpoint = files.load(path, map_location="cpu")
+        # A few values are read: the weights stay on the disk.
+        with files.mapped_tensors():
+            checkpoint = files.load(path, map_location="cpu")
     except (files.CheckpointDamaged, files.CheckpointRefused):
         return config  # The Trainer reads the whole file, and raises if it may not.
     hparams: dict[str, Any] = dict(checkpoint.get("hyper_parameters") or {})
@@ -191,9 +192,20 @@ def _name_enum_members(hparams: dict[str, Any], kind: type) -> None:
     """Replace values of enums by their names, which jsonargparse reads; without a command line values are saved."""
     hints = _hints(kind)
     for name, value in hparams.items():
-        for enum in classes_in(hints.get(name)):
-            if issubclass(enum, Enum) and value not in enum.__members__:
-                hparams[name] = next((member.name for member in enum if member.value == value), value)
+        enums = [each for each in classes_in(hints.get(name)) if issubclass(each, Enum)]
+        if enums:
+            hparams[name] = _named_members(value, enums)
+
+
+def _named_members(value: Any, enums: Sequence[type[Enum]]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_named_members(each, enums) for each in value)
+    if isinstance(value, dict):
+        return {key: _named_members(each, enums) for key, each in value.items()}
+    names = {name for enum in enums for name in enum.__members__}
+    if isinstance(value, str) and value in names:
+        return value
+    return next((member.name for enum in enums for member in enum if member.value == value), value)
 
 
 def _refuse_unsafe(kind: type, hparams: Mapping[str, Any], source: str) -> type:
@@ -237,8 +249,6 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
         kind = imported(class_path)
         if isinstance(kind, type) and issubclass(kind, bases):
             return kind
-        if callable(kind) and not isinstance(kind, type):
-            kind = inspect.signature(kind).return_annotation
     wanted = " or ".join(base.__name__ for base in bases) or "no class: it is not annotated with one"
     raise make_error(
         ValueError,

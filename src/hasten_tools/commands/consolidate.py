@@ -139,6 +139,8 @@ def consolidate(
         ending = "" if output_format == "safetensors" else ".ckpt"
         folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated{ending}")
     is_safetensors = output_format == "safetensors" or (output_format is None and target.suffix == ".safetensors")
+    if prefix and not is_safetensors:
+        raise make_error(ValueError, f"--prefix {prefix} is for safetensors.", fix="Add --format safetensors.")
     if target.exists():
         raise make_error(ValueError, f"{target} exists.", fix="Remove it, or name another file with -o.")
     # The weights alone need no hyper-parameters.

@@ -24,10 +24,9 @@ def fill(strategy: MeshStrategy, module: nn.Module, stored: Container[str]) -> N
     The values are drawn in the first process, part by part and in the order in which the constructors draw them,
     and sent to the others: ``reset_parameters`` on shards would draw other numbers than one process does.
     """
+    saved = module.state_dict().keys()
     missing = {
-        name
-        for name, tensor in named_tensors(module)
-        if tensor.is_meta and (name not in stored or name not in module.state_dict())
+        name for name, tensor in named_tensors(module) if tensor.is_meta and (name not in stored or name not in saved)
     }
     present = {name: local_part(tensor).detach() for name, tensor in named_tensors(module) if not tensor.is_meta}
     module.to_empty(device=strategy.device_of_shards)

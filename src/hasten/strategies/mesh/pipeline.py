@@ -613,7 +613,9 @@ def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[Lo
                 total, shares = shares.sum(), shares * each_weight.to(numbers)
                 weight = shares.sum() / total
             joined_value = _reduced(numbers, shares, given.get("reduce_fx", "mean"))
-            given["value"] = joined_value.to(torch.as_tensor(values[0]).dtype)
+            kind = torch.as_tensor(values[0]).dtype
+            # A mean of whole numbers is none.
+            given["value"] = joined_value.to(kind if kind.is_floating_point else torch.get_default_dtype())
         if given_sizes:
             given["batch_size"] = sum(counts)
         joined.append(LogCall(module, given, weight))
