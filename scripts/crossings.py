@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -66,7 +67,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _compared(source: Source) -> Iterator[tuple[ast.Compare, ast.expr]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
                 yield node, side
@@ -78,7 +79,7 @@ def capability_questions(sources: list[Source]) -> Places:
     for source in sources:
         if source.room == "strategies" or source.root in _STRATEGIES_TOO:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             found += _asked(source, node, CAPABILITIES)
     return found
 
@@ -109,7 +110,7 @@ def introspection(sources: list[Source]) -> Places:
     """Looks at modules of classes, bytecode and frames."""
     found = set()
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and node.attr in _INTROSPECTION:
                 found.add(_place(source, node))
     return sorted(found)
@@ -159,13 +160,17 @@ def complexity(function: ast.AST) -> int:
     return total
 
 
-def _functions_above(sources: list[Source], most: int) -> Places:
-    found = [
+@functools.cache
+def _complexities(source: Source) -> list[tuple[int, str]]:
+    return [
         (complexity(node), f"{_place(source, node)} {node.name}")
-        for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
+
+
+def _functions_above(sources: list[Source], most: int) -> Places:
+    found = [each for source in sources for each in _complexities(source)]
     return [f"{place}: {number}" for number, place in sorted(found, reverse=True) if number > most]
 
 
@@ -223,7 +228,7 @@ def read_for_sharding(sources: list[Source]) -> Places:
         place.partition(":")[0]
         for source in sources
         if source.root == "hasten" and source.room not in ("strategies", "_lib")
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         for place in _asked(source, node, _OF_SHARDING)
     })  # fmt: skip
 

@@ -16,11 +16,12 @@ is made for this call alone, ``RandomGenerators().state_dict()``.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class _File:
 class Names:
     """What names and attributes mean in the files of a checkout, as far as imports and annotations say."""
 
-    def __init__(self, sources: list[Source]) -> None:
+    def __init__(self, sources: Iterable[Source]) -> None:
         self._files: dict[str, _File] = {}
         self._modules: dict[str, str] = {}
         for source in sources:
@@ -75,7 +76,7 @@ class Names:
             parts = [*(("hasten",) if source.root == "hasten" else ()), *source.path.with_suffix("").parts]
             self._modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
             self._files[path] = file = _File()
-            for node in ast.walk(source.tree):
+            for node in source.nodes:
                 if isinstance(node, ast.ImportFrom) and node.module is not None:
                     file.imported |= {each.asname or each.name: (node.module, each.name) for each in node.names}
             for node in source.tree.body:
@@ -253,9 +254,14 @@ def _is_property(function: ast.FunctionDef) -> bool:
     return any(ast.unparse(each) in _PROPERTIES for each in function.decorator_list)
 
 
+@functools.cache
+def _names_in(sources: tuple[Source, ...]) -> Names:
+    return Names(sources)
+
+
 def files_to_read(sources: list[Source], walk: str) -> dict[str, set[str]]:
     """Return the files to read for a walk, each with the names of what is called or named there."""
-    names = Names(sources)
+    names = _names_in(tuple(sources))
     file, entry, through = WALKS[walk]
     owner_name, _, name = entry.rpartition(".")
     owner = names.find(file, owner_name) if owner_name else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import gc
 import io
 import json
@@ -78,6 +79,11 @@ class Source:
     @property
     def lines(self) -> int:
         return len(self.text.splitlines())
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, which many measures look at."""
+        return list(ast.walk(self.tree))
 
     @property
     def is_public(self) -> bool:
@@ -205,7 +211,7 @@ def _is_private(name: str) -> bool:
 def _private_names_defined(source: Source) -> set[str]:
     """Return the private names that a file gives to its functions, classes, variables and attributes."""
     found: set[str] = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
@@ -284,7 +290,7 @@ def private_accesses(sources: list[Source]) -> list[str]:
 
     found = []
     for source in (source for source in sources if source.root != "hasten_lightning"):
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             where = f"{source.path.as_posix()}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Attribute) and is_foreign(source.room, node.value, node.attr):
                 found.append(f"{where} {ast.unparse(node)}")
@@ -305,7 +311,7 @@ def duplicate_classes(sources: list[Source]) -> dict[str, list[str]]:
     """Return the names that classes of more than one file have, with those files, facades aside."""
     files: dict[str, set[str]] = defaultdict(set)
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and not any(
                 ast.unparse(word.value) == "Facade" for word in node.keywords
             ):
@@ -526,7 +532,7 @@ def _starred(untyped: list[str], sources: list[Source]) -> int:
     starred = {
         argument.arg
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.arguments)
         for argument in (node.vararg, node.kwarg)
         if argument is not None

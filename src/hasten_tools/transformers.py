@@ -197,9 +197,8 @@ class TransformersTrainer:
         if args.eval_strategy == "steps":
             given["val_check_interval"] = f"{args.eval_steps}st"
         # "no" logs no loss, and no learning rate.
-        every: dict[str, Literal["step", "epoch"]] = {"steps": "step", "epoch": "epoch"}
-        interval = every.get(args.logging_strategy)
-        rates = [] if interval is None else [LearningRateMonitor(interval)]
+        every: dict[str, list[Literal["step", "epoch"]]] = {"no": [], "epoch": ["epoch"]}
+        rates = map(LearningRateMonitor, every.get(args.logging_strategy, ["step"]))
         return {**given, "callbacks": [*callbacks, *rates, *self._checkpoints()]}
 
     def _checkpoints(self) -> list[ModelCheckpoint]:

@@ -710,6 +710,7 @@ def test_consolidated_checkpoints_equal_whole_files(tmp_path: Path, capsys: pyte
         ([file], "is one file already"),
         ([folder.parent], "is not a sharded checkpoint. Did you mean"),
         ([folder], "exists. Remove it, or name another file with -o."),
+        ([folder, "--prefix", "net.", "-o", tmp_path / "part.ckpt"], "Add --format safetensors."),
         ([tmp_path / "other.ckpt", "--weights-only"], "has no 'state_dict' (it has 'a', 'b')"),
         (["memory://a.ckpt"], "name the file to write with -o"),
     ):

@@ -37,7 +37,7 @@ class CompiledModel:
         variant: whatever else decides what is computed, such as the precision.
         packed: its blocks compute rows of real tokens.
         autocast: its calls are within ``torch.autocast``.
-        steps_by: what calls the module's steps by methods of its own, such as a program's strategy.
+        steps_by: the strategy, if it calls the steps of the module by methods of its own.
 
     """
 
@@ -50,7 +50,7 @@ class CompiledModel:
         variant: str = "",
         packed: bool = False,
         autocast: bool = False,
-        steps_by: object = None,
+        steps_by: Strategy | None = None,
     ) -> None:
         self.key = (settings, device, dims, variant, packed, autocast, steps_by)
         self.dims = dims
@@ -183,7 +183,7 @@ def compiled_model(
     variant: str = "",
     packed: bool = False,
     autocast: bool = False,
-    steps_by: object = None,
+    steps_by: Strategy | None = None,
 ) -> CompiledModel:
     """Return ``module`` compiled: the same object as last time if the arguments are the same.
 

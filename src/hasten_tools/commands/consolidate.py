@@ -139,10 +139,7 @@ def consolidate(
         ending = "" if output_format == "safetensors" else ".ckpt"
         folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated{ending}")
     is_safetensors = output_format == "safetensors" or (output_format is None and target.suffix == ".safetensors")
-    if prefix and not is_safetensors:
-        raise make_error(ValueError, f"--prefix {prefix} is for safetensors.", fix="Add --format safetensors.")
-    if target.exists():
-        raise make_error(ValueError, f"{target} exists.", fix="Remove it, or name another file with -o.")
+    _check_target(target, "" if is_safetensors else prefix)
     # The weights alone need no hyper-parameters.
     with files.hyper_parameters_left_out() if is_safetensors else nullcontext():
         checkpoint = files.load(folder)
@@ -191,6 +188,13 @@ def _unknown_weights(checkpoint: Any, folder: str) -> ValueError:
     return make_error(
         ValueError, f"{folder} has no 'state_dict' (it has {names}):", fix="write all of it into a .ckpt file."
     )
+
+
+def _check_target(target: Path, left_prefix: str) -> None:
+    if left_prefix:
+        raise make_error(ValueError, f"--prefix {left_prefix} is for safetensors.", fix="Add --format safetensors.")
+    if target.exists():
+        raise make_error(ValueError, f"{target} exists.", fix="Remove it, or name another file with -o.")
 
 
 def _write_safetensors(weights: StoredTensors, target: Path, prefix: str) -> None:
