@@ -15,6 +15,7 @@ import torch
 import hasten as L
 from hasten.callbacks import LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
+from hasten.loggers.folders import exists
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import Classifier, loader, quiet
 from tests.refusals import warned
@@ -130,6 +131,35 @@ def test_the_file_a_user_named_to_start_from_is_kept_and_what_the_resumed_run_re
             run(Scripted(), ModelCheckpoint(folder / name, "{step}"), max_epochs=3, ckpt_path=start)
         assert names(folder / name) == ["step=12.ckpt"]
         assert start.exists()
+
+
+@pytest.mark.parametrize("dirpath", ["checkpoints", "memory://starts"])
+def test_the_file_of_another_folder_that_a_run_starts_from_is_kept(tmp_path: Path, dirpath: str) -> None:
+    folder = dirpath if "://" in dirpath else str(tmp_path / dirpath)
+    first, other = ModelCheckpoint(f"{folder}/a", "{step}"), ModelCheckpoint(f"{folder}/b", "{step}")
+    run(Scripted(), first, max_epochs=1)
+    with warned(UserWarning, says="dirpath"):
+        run(Scripted(), other, max_epochs=2, ckpt_path=first.best_model_path)
+    assert other.best_model_path == f"{folder}/b/step=8.ckpt"
+    assert exists(first.best_model_path)
+
+
+@pytest.mark.parametrize("name", ["folder/last.ckpt", "link.ckpt"])
+def test_the_file_a_run_starts_from_is_known_by_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run(Scripted(), ModelCheckpoint("folder", "{step}"), StopAt(6, send(signal.SIGINT)), max_epochs=3)
+    Path("link.ckpt").symlink_to("folder/last.ckpt")
+    with pytest.raises(ZeroDivisionError):
+        run(Scripted(), ModelCheckpoint("folder", "{step}"), StopAt(7, fail), max_epochs=3, ckpt_path=name)
+    assert names("folder") == ["last.ckpt", "step=4.ckpt"]
+    run(Scripted(), ModelCheckpoint("folder", "{step}"), max_epochs=3, ckpt_path=name)
+    assert names("folder") == ["step=12.ckpt"]
 
 
 def test_a_failed_save_leaves_the_files_and_the_ranking_as_they_were(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ class ModelCheckpoint(Checkpoint):
         others = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
         checkpoint_files.warn_of_shared_names(self, others)
         if self._resumed:
-            self._remove_replaced(trainer, keep=trainer.ckpt_path)
+            self._remove_replaced(trainer, keep_start=True)
         elif (
             not self._default_folder
             and self.save_top_k != 0
@@ -399,7 +399,7 @@ class ModelCheckpoint(Checkpoint):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove files that a killed run had replaced, also if the resumed run had nothing left to train."""
         if self._resumed:
-            self._remove_replaced(trainer, keep=trainer.ckpt_path)
+            self._remove_replaced(trainer, keep_start=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the state when the run is stopped from outside, and on errors with ``save_on_exception``."""
@@ -765,16 +765,13 @@ class ModelCheckpoint(Checkpoint):
         """Return whether a replaced file may go: it is in our folder, and the user did not resume from it by name."""
         if previous == current:
             return False
-        if is_url(previous):
-            return True
         if checkpoint_files.is_same(previous, current):
             return False  # Names that differ in case alone, on a file system that does not tell them apart.
-        path = os.path.abspath(previous)
-        start = trainer.ckpt_path
-        if start is not None and os.path.abspath(start) == path and start != self._found_as_last:
+        if _is_start(trainer, previous) and trainer.ckpt_path != self._found_as_last:
             return False
-        folder = os.path.abspath(self.dirpath or "")
-        return os.path.commonpath([folder, path]) == folder
+        # URLs are compared as if they were paths in this folder.
+        folder = os.path.join(os.path.abspath(self.dirpath or ""), "")
+        return os.path.abspath(previous).startswith(folder)
 
     def _give_up_old(self, trainer: Trainer, path: str) -> None:
         """Mark the files for removal, once ``path`` is complete, that neither keep_latest_k nor keep_for keeps."""
@@ -783,10 +780,9 @@ class ModelCheckpoint(Checkpoint):
         written = {name: at for name, at in self._written.items() if name != path} | {path: now}
         kept = {*list(written)[-(self.keep_latest_k or 1) :], self.best_model_path}
         since = now if self.keep_for is None else now - self.keep_for.total_seconds()
-        start = os.path.realpath(trainer.ckpt_path or "")
         # On a clock that was set back, nothing is old.
         old = [name for name, at in written.items() if at <= since and name not in kept]
-        old = [name for name in old if os.path.realpath(name) != start]
+        old = [name for name in old if not _is_start(trainer, name)]
         for name in old:
             self._replace(trainer, name, path)
         self._written = {name: at for name, at in written.items() if name not in old}
@@ -799,9 +795,10 @@ class ModelCheckpoint(Checkpoint):
         self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
         self.kth_value = scores[self.kth_best_model_path]
 
-    def _remove_replaced(self, trainer: Trainer, keep: str | None = None) -> None:
-        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, keep}
-        replaced, self._unwanted = self._unwanted, [path for path in self._unwanted if path == keep]
+    def _remove_replaced(self, trainer: Trainer, *, keep_start: bool = False) -> None:
+        kept = [path for path in self._unwanted if keep_start and _is_start(trainer, path)]
+        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, *kept}
+        replaced, self._unwanted = self._unwanted, kept
         for path in replaced:
             if path not in wanted:
                 self._remove_checkpoint(trainer, path)
@@ -904,6 +901,11 @@ class OnExceptionCheckpoint(Checkpoint):
 
 def _position(trainer: Trainer) -> list[int]:
     return [trainer.global_step, trainer.total_batch_idx]
+
+
+def _is_start(trainer: Trainer, path: str) -> bool:
+    """Return whether the run was resumed from this file, whatever name was given for it."""
+    return checkpoint_files.resolve(path) == checkpoint_files.resolve(trainer.ckpt_path)
 
 
 # -- arguments
