@@ -18,7 +18,7 @@ from hasten.checkpoint import files
 from hasten.loggers.folders import exists
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import Classifier, loader, quiet
-from tests.refusals import warned
+from tests.refusals import refused, warned
 
 VALUES = [5.0, 3.0, 4.0, 2.0, 6.0, 1.0]
 
@@ -217,6 +217,21 @@ def test_a_stopped_run_is_saved_and_goes_on(
     assert files.load(tmp_path / "last.ckpt")["global_step"] == 6
     run(Scripted(), ModelCheckpoint(tmp_path, "{step}", save_last=save_last), max_epochs=3, ckpt_path="last")
     assert names(tmp_path) == (["last.ckpt"] if save_last else []) + ["step=12.ckpt"]
+
+
+def test_a_stopped_run_goes_on_beside_files_of_weights_alone(tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", save_weights_only=True)
+
+    with pytest.raises(SystemExit):
+        run(Scripted(), saver(), StopAt(6, send(signal.SIGINT)), max_epochs=3)
+    for name, time in (("last.ckpt", 10), ("step=4.ckpt", 20)):
+        os.utime(tmp_path / name, (time, time))
+    trainer = run(Scripted(), saver(), max_epochs=3, ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "last.ckpt")
+    assert names(tmp_path) == ["step=12.ckpt"]
+    with refused(ValueError, fix="save_weights_only=False"):
+        run(Scripted(), saver(), max_epochs=3, ckpt_path="last")
 
 
 def test_a_stopped_run_is_saved_once_and_only_between_batches(tmp_path: Path) -> None:

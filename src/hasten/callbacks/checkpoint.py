@@ -597,7 +597,11 @@ class ModelCheckpoint(Checkpoint):
             else:
                 # The file exists only to resume from it: it is removed once the resumed run has saved again.
                 self._unwanted = [*self._unwanted, path]
-            self._save_checkpoint(trainer, path)
+            weights_only, self.save_weights_only = self.save_weights_only, False
+            try:
+                self._save_checkpoint(trainer, path)
+            finally:
+                self.save_weights_only = weights_only
         rank_zero_info(f"Saved the run as {path}. To resume it, call fit with ckpt_path='last'.")
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -248,12 +249,19 @@ def newest_copy(
 
 
 def _first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
-    """Return the first of the first process's paths that is whole; warn of those before."""
+    """Return the first of the first process's paths that is whole; warn of those before.
+
+    Files of weights alone, which cannot be resumed, come last.
+    """
     while reader.wrapped is not None:
         reader = reader.wrapped
-    for path in strategy.broadcast(paths):
+    weights: list[str] = []
+    for path in itertools.chain(strategy.broadcast(paths), weights):
         if not isinstance(reader, TorchCheckpointIO):
             return path
+        if path not in weights and not strategy.broadcast(strategy.is_global_zero and files.may_resume(path)):
+            weights.append(path)
+            continue
         problem = None
         try:
             files.verify(path, share=(strategy.global_rank, strategy.world_size))
