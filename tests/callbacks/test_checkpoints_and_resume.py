@@ -16,6 +16,7 @@ import hasten as L
 from hasten.callbacks import LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers.folders import exists
+from hasten.plugins import TorchCheckpointIO
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
@@ -264,6 +265,28 @@ def test_saving_on_an_error(tmp_path: Path, asked: bool) -> None:
     # A good file of that name is not written over by the state of a failed run.
     assert names(tmp_path) == (["best-v1.ckpt"] if asked else []) + ["best.ckpt"]
     assert files.load(tmp_path / "best.ckpt")["global_step"] == 4
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_save_that_fails_does_not_replace_what_ended_the_run(tmp_path: Path, stopped: bool) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    class FullDisk(TorchCheckpointIO):
+        def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    def hear(*_: Any) -> None:
+        heard.append(True)
+
+    heard: list[bool] = []
+    saver, after = ModelCheckpoint(tmp_path, save_on_exception=True), ModelCheckpoint(tmp_path, every_n_epochs=2)
+    after.on_exception = hear  # type: ignore[method-assign, assignment]
+    ends = StopAt(2, send(signal.SIGINT) if stopped else fail)
+    with warned(UserWarning, says="No space left"), pytest.raises((SystemExit, ZeroDivisionError)) as ended:
+        run(Scripted(), saver, after, ends, plugins=FullDisk())
+    assert getattr(ended.value, "code", None) == (130 if stopped else None)
+    assert (heard, saver._saved_at) == ([True], None)
 
 
 # -- the last one to go on from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from hasten._lib import check, torch_private
+from hasten._lib import check
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
@@ -28,6 +29,7 @@ from hasten.extend.origin import is_builtin
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
+from hasten.machine import agreement
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -410,11 +412,12 @@ class ModelCheckpoint(Checkpoint):
             is_saved = position in (self._saved_at, self._last_at)
             if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
                 self._save_stopped(trainer)
-        elif self.save_on_exception and self._saved_at != position:
+        elif self.save_on_exception and self._saved_at != position and _all_failed(type(self).__name__, trainer):
             candidates = self._monitor_candidates(trainer)
             path = self._get_metric_interpolated_filepath_name(candidates, trainer)
-            self._save_checkpoint(trainer, path)
-            self._save_last_checkpoint(trainer, candidates)
+            with self._undo_on_failure():
+                self._save_checkpoint(trainer, path)
+                self._save_last_checkpoint(trainer, candidates)
             rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
 
     def _due_after_batch(self, trainer: Trainer) -> bool:
@@ -836,7 +839,6 @@ class OnExceptionCheckpoint(Checkpoint):
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
-    patience_seconds: ClassVar[float] = 15.0
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         super().__init__()
@@ -851,7 +853,6 @@ class OnExceptionCheckpoint(Checkpoint):
         self.dirpath = dirpath
         self.filename = filename
         self._failed = False
-        self._failures = 0
 
     @property
     def ckpt_path(self) -> str:
@@ -868,12 +869,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return
         if not trainer.optimizers:
             return  # not set up yet: there is nothing to resume
-        if trainer.runtime.several_processes and not self._all_failed(trainer):
-            rank_zero_warn(
-                "OnExceptionCheckpoint: the exception was raised on some processes only, and a checkpoint needs all, "
-                "so nothing was saved.",
-                fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
-            )
+        if not _all_failed("OnExceptionCheckpoint", trainer):
             return
         try:
             trainer.save_checkpoint(self.ckpt_path)
@@ -882,18 +878,6 @@ class OnExceptionCheckpoint(Checkpoint):
         else:
             rank_zero_info(f'Saved the run. Resume it with fit(..., ckpt_path="{self.ckpt_path}").')
 
-    def _all_failed(self, trainer: Trainer) -> bool:
-        """Return whether every process failed; those still training would block a checkpoint."""
-        store = torch_private.default_store()
-        self._failures += 1
-        keys = [f"hasten/failure-{self._failures}-{rank}" for rank in range(trainer.world_size)]
-        store.set(keys[trainer.global_rank], "failed")
-        try:
-            store.wait(keys, timedelta(seconds=self.patience_seconds))
-        except Exception:  # each store raises another type when the time is up
-            return False
-        return True
-
     def teardown(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Remove the file of an earlier failure once a fit has succeeded."""
         if self._failed or trainer.state.fn is not TrainerFn.FITTING or trainer.fast_dev_run:
@@ -901,6 +885,25 @@ class OnExceptionCheckpoint(Checkpoint):
         trainer.strategy.barrier("on_exception_checkpoint")
         if trainer.is_global_zero:
             remove(self.ckpt_path)
+
+
+# How long a process that failed waits for the others, and the number of times that it has done so.
+_PATIENCE_SECONDS = 15.0
+_failures = itertools.count(1)
+
+
+def _all_failed(owner: str, trainer: Trainer) -> bool:
+    """Return whether every process failed, and warn if not: those still training would block a checkpoint."""
+    if not trainer.runtime.several_processes:
+        return True
+    failed = agreement.all_at(f"failure-{next(_failures)}", patience_seconds=_PATIENCE_SECONDS)
+    if not failed:
+        rank_zero_warn(
+            f"{owner}: the exception was raised on some processes only, and a checkpoint needs all, so nothing was "
+            "saved.",
+            fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
+        )
+    return failed
 
 
 def _position(trainer: Trainer) -> list[int]:
