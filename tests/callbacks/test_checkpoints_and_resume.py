@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import LambdaCallback, ModelCheckpoint
+from hasten.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers.folders import exists
 from hasten.plugins import TorchCheckpointIO
@@ -316,6 +316,40 @@ def test_fit_can_be_called_again(tmp_path: Path) -> None:
         trainer.fit(module, BATCHES)
     assert "last.ckpt" in names(tmp_path)
     assert len(names(tmp_path)) == 2
+
+
+def test_another_trainer_that_begins_anew_has_its_own_ranking_and_patience(tmp_path: Path) -> None:
+    saver, stopper = ModelCheckpoint(tmp_path, "{step}", "val_loss"), EarlyStopping("val_loss", patience=2)
+    first = run(Scripted(val=[1.0, 2.0]), saver, stopper, max_epochs=2)
+    assert (saver.best_model_score, stopper.wait_count) == (1.0, 1)
+    # Other weights than those of the same step before, and a worse value.
+    run(Scripted(val=[3.0, 4.0]), saver, stopper, max_epochs=2)
+    assert (saver.best_model_score, stopper.wait_count) == (3.0, 1)
+    assert saver.best_model_path == str(tmp_path / "step=4-v1.ckpt")
+    assert names(tmp_path) == ["step=4-v1.ckpt", "step=4.ckpt"]
+    # A fit that resumes goes on, and so does one of the same Trainer.
+    again = run(Scripted(val=[5.0, 2.0]), saver, stopper, max_epochs=2, ckpt_path=saver.best_model_path)
+    assert (saver.best_model_score, stopper.wait_count) == (2.0, 0)
+    again.fit_loop.max_epochs = 3
+    again.fit(again.lightning_module, BATCHES, [torch.zeros(2, 1)])
+    assert (saver.best_model_score, stopper.wait_count) == (2.0, 1)
+    assert first.global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_file_is_that_of_the_fit_whatever_is_tested(tmp_path: Path) -> None:
+    model = Classifier()
+    other, own = ModelCheckpoint(tmp_path / "a", "{epoch}"), ModelCheckpoint(tmp_path / "b", "{epoch}")
+    for saver in (other, own):
+        trainer = quiet(callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(model, loader(8))
+    trainer.test(model, loader(8), ckpt_path=other.best_model_path, verbose=False)
+    assert own.best_model_path == str(tmp_path / "b" / "epoch=0.ckpt")
+    # One that has saved nothing takes over what a file says.
+    fresh = ModelCheckpoint(tmp_path / "c")
+    trainer = quiet(callbacks=[fresh], enable_checkpointing=True)
+    trainer.test(model, loader(8), ckpt_path=other.best_model_path, verbose=False)
+    assert fresh.best_model_path == other.best_model_path
 
 
 class Added(ModelCheckpoint):

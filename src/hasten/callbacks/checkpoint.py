@@ -21,7 +21,14 @@ from hasten._lib.errors import BadLossError, MisconfigurationException, make_err
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
-from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates, warn_of_mode
+from hasten.callbacks.early_stopping import (
+    MetricSource,
+    begins_anew,
+    check_monitor,
+    not_logged,
+    validates,
+    warn_of_mode,
+)
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.elsewhere import conventions
@@ -176,6 +183,8 @@ class ModelCheckpoint(Checkpoint):
     _written: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed in place
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
+    # Whether the run that has begun is no fit.
+    _evaluates: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
     _writer: BackgroundWriter | None = None
     _names_aside: dict[str, Any]
@@ -245,10 +254,8 @@ class ModelCheckpoint(Checkpoint):
         self._enable_version_counter = enable_version_counter
         self._default_folder = self.dirpath is None
 
-        vars(self).update(best_k_models={}, best_model_path="", kth_best_model_path="", last_model_path="")
-        self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
+        self._begin_ranking()
         self._found_as_last: str | None = None
-        self._resumed = False
         self._source = MetricSource(monitor)
         if monitor in _COUNTERS:
             # These two are always available, without being logged.
@@ -289,6 +296,8 @@ class ModelCheckpoint(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ranking; from another folder only ``best_model_path``."""
+        if self._evaluates and self.best_model_path:
+            return  # Weights that are tested may be those of another run.
         self.best_model_path = state_dict["best_model_path"]
         # Earlier versions called it "books".
         ranking = state_dict.get("ranking", state_dict.get("books", {}))
@@ -316,7 +325,7 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the folder, and remove temporary files of killed writers."""
         folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
-        self.dirpath = folder
+        self.dirpath, self._evaluates = folder, stage != TrainerFn.FITTING
         if self.save_last == "link" and is_url(folder):
             raise make_error(
                 ValueError,
@@ -336,6 +345,8 @@ class ModelCheckpoint(Checkpoint):
         """Start the clock, and check what is in the folder."""
         self._last_time_checked = time.monotonic()
         self._source.start(trainer)
+        if self._last_checkpoint_saved and begins_anew(trainer):
+            self._begin_ranking()
         if not trainer.is_global_zero or not self.dirpath:
             return
         others = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
@@ -621,6 +632,12 @@ class ModelCheckpoint(Checkpoint):
         """Return the attributes that say what is saved."""
         return {name: getattr(self, name) for name in _SAVED}
 
+    def _begin_ranking(self) -> None:
+        """Forget what is saved; the files stay."""
+        start = {"best_k_models": {}, "kth_value": torch.tensor(torch.inf if self.mode == "min" else -torch.inf)}
+        self._set_ranking({name: getattr(ModelCheckpoint, name) for name in _SAVED} | start)
+        self._resumed = False
+
     def _set_ranking(self, ranking: dict[str, Any]) -> None:
         vars(self).pop("_names_aside", None)
         vars(self).update(ranking)
@@ -858,6 +875,11 @@ class OnExceptionCheckpoint(Checkpoint):
     def ckpt_path(self) -> str:
         """The file."""
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+
+    def find_last(self, trainer: Trainer) -> str | None:
+        """Return the file if it is there and undamaged: ``ckpt_path="last"`` means it if it is the newest."""
+        found = [self.ckpt_path] if trainer.is_global_zero and exists(self.ckpt_path) else []
+        return checkpoint_files.first_whole(found, trainer.runtime.checkpoint_io, trainer.strategy)
 
     def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
         self._failed = False
