@@ -137,7 +137,7 @@ class ModelCheckpoint(Checkpoint):
         save_weights_only: leave out what only training needs; such a file cannot resume a run.
         mode: "min" when lower is better, "max" when higher is.
         auto_insert_metric_name: write ``name=value`` in file names, not the value alone.
-        every_n_train_steps: save after this many optimizer steps. In manual optimization, a file has the weights before
+        every_n_train_steps: save after this many optimizer steps, when the batch ends. In manual optimization, a file has the weights before
             the step for the layer ``self.layer`` if ``training_step`` keeps them:
             ``self.saved_models[batch_idx] = {name: value.clone() for name, value in self.layer.state_dict().items()}``.
         train_time_interval: save after this much time.
@@ -183,6 +183,8 @@ class ModelCheckpoint(Checkpoint):
     _written: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed in place
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
+    # The optimizer steps when the last batch had ended.
+    _step_before: int = 0
     # Whether the run that has begun is no fit.
     _evaluates: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
@@ -343,7 +345,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and check what is in the folder."""
-        self._last_time_checked = time.monotonic()
+        self._last_time_checked, self._step_before = time.monotonic(), trainer.global_step
         self._source.start(trainer)
         if self._last_checkpoint_saved and begins_anew(trainer):
             self._begin_ranking()
@@ -434,8 +436,10 @@ class ModelCheckpoint(Checkpoint):
     def _due_after_batch(self, trainer: Trainer) -> bool:
         if self._train_time_interval is None:
             step, every = trainer.global_step, self._every_n_train_steps
-            # The batches of one accumulation share a step: save once.
-            return every > 0 and step % every == 0 and step != self._last_global_step_saved
+            before, self._step_before = min(self._step_before, step - 1), step
+            # Not a remainder: in manual optimization, a batch may have several steps. The batches of one accumulation
+            # share a step: save once.
+            return every > 0 and step // every > before // every and step != self._last_global_step_saved
         since, now = self._last_time_checked, time.monotonic()
         is_late = since is not None and now - since >= self._train_time_interval.total_seconds()
         is_due = self._deadline.passed(trainer, is_late)

@@ -114,6 +114,8 @@ class WeightAveraging(Callback):
         self._restarting = False
         self._latest_update_step = 0
         self._latest_update_epoch = -1
+        # The optimizer steps about which should_update was asked.
+        self._asked_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to update the average now; override it to choose.
@@ -155,7 +157,7 @@ class WeightAveraging(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the updates that were still due when another callback saved the checkpoint."""
         if not self._restarting:
-            self._latest_update_step = trainer.global_step
+            self._latest_update_step = self._asked_step = trainer.global_step
             self._latest_update_epoch = trainer.progress.epochs_done - 1
         self._catch_up(trainer, pl_module)
 
@@ -168,7 +170,10 @@ class WeightAveraging(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+        # In manual optimization, a batch may have several steps.
+        new = range(min(self._asked_step, step - 1), step)
+        self._asked_step = step
+        if step > self._latest_update_step and any(self.should_update(step_idx=index) for index in new):
             self._update(pl_module)
             self._latest_update_step = step
 
@@ -208,11 +213,12 @@ class WeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return when the average was last updated; the average itself is the checkpoint's ``state_dict``."""
         step, epoch = self._latest_update_step, self._latest_update_epoch
-        return {"latest_update_step": step, "latest_update_epoch": epoch}
+        return {"latest_update_step": step, "latest_update_epoch": epoch, "asked_step": self._asked_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restarting = True
         self._latest_update_step = state_dict["latest_update_step"]
+        self._asked_step = state_dict.get("asked_step", self._latest_update_step)
         self._latest_update_epoch = state_dict.get("latest_update_epoch", -1)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -414,7 +420,8 @@ class EMAWeightAveraging(WeightAveraging):
         device: where the average lives; by default where the module does.
         use_buffers: average the buffers too instead of copying them.
         decay: share of the average that an update keeps, from 0 to 1.
-        update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none.
+        update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none. In
+            manual optimization, update after a batch with such a step.
         update_starting_at_step: index of the first optimizer step that may update.
         update_starting_at_epoch: index of the first epoch with an update at its end; None for none.
         kwargs: none: ``avg_fn`` and ``multi_avg_fn`` cannot be chosen.
