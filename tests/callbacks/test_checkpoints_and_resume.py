@@ -134,6 +134,20 @@ def test_the_file_a_user_named_to_start_from_is_kept_and_what_the_resumed_run_re
         assert start.exists()
 
 
+@pytest.mark.parametrize(("value", "kept"), [(2.0, [8, 16]), (9.0, [8, 12])])
+def test_a_resumed_run_that_keeps_fewer_files_removes_the_others(tmp_path: Path, value: float, kept: list[int]) -> None:
+    def saver(count: int) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", "val_loss", save_top_k=count)
+
+    values = [5.0, 1.0, 3.0, value]
+    run(Scripted(val=values), saver(3), max_epochs=3)
+    again = saver(2)
+    run(Scripted(val=values), again, max_epochs=4, ckpt_path="last")
+    assert names(tmp_path) == sorted(f"step={step}.ckpt" for step in kept)
+    assert books(again)["kth"] == f"step={kept[1]}.ckpt"
+    assert len(again.best_k_models) == 2
+
+
 @pytest.mark.parametrize("dirpath", ["checkpoints", "memory://starts"])
 def test_the_file_of_another_folder_that_a_run_starts_from_is_kept(tmp_path: Path, dirpath: str) -> None:
     folder = dirpath if "://" in dirpath else str(tmp_path / dirpath)

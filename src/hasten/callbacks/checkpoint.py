@@ -532,6 +532,7 @@ class ModelCheckpoint(Checkpoint):
             warn_once(f"not logged {self.monitor}", error.what, fix=error.fix)
             return
         self._deferred = False
+        self._trim(trainer)
         current = monitor_candidates[self.monitor]
         if self.check_monitor_top_k(trainer, current):
             self._update_best_and_save(current, trainer, monitor_candidates)
@@ -817,6 +818,17 @@ class ModelCheckpoint(Checkpoint):
         self.best_k_models = {name: score for name, score in self.best_k_models.items() if name not in old}
         if self.best_k_models:
             self._note_worst()
+
+    def _trim(self, trainer: Trainer) -> None:
+        """Give up the files beyond ``save_top_k``, which may have been larger in the run that is continued."""
+        scores, count = self.best_k_models, self.save_top_k
+        if not 0 < count < len(scores):
+            return
+        ranked = sorted(scores, key=lambda name: float(scores[name]), reverse=self.mode == "max")
+        for name in ranked[count:]:
+            self._replace(trainer, name, "")
+        self.best_k_models = {name: scores[name] for name in ranked[:count]}
+        self._note_worst()
 
     def _note_worst(self) -> None:
         worst, scores = max if self.mode == "min" else min, self.best_k_models
