@@ -89,7 +89,9 @@ def test_the_last_checkpoint_is_the_newest_of_all_callbacks(tmp_path: Path, remo
         if path.name == removed:
             path.unlink()
     resumed = fitted(Classifier, callbacks, max_epochs=2, enable_checkpointing=True, ckpt_path="last")
-    assert Path(resumed.ckpt_path or "").stem == ("epoch=0-step=6" if removed == "on_exception.ckpt" else "on_exception")
+    assert Path(resumed.ckpt_path or "").stem == (
+        "epoch=0-step=6" if removed == "on_exception.ckpt" else "on_exception"
+    )
     assert resumed.global_step == 12
 
 

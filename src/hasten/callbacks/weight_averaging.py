@@ -159,6 +159,9 @@ class WeightAveraging(Callback):
         if not self._restarting:
             self._latest_update_step = self._asked_step = trainer.global_step
             self._latest_update_epoch = trainer.progress.epochs_done - 1
+        if (guard := trainer.current_run.observers.guard) is not None:
+            # Weights that on_bad_loss="rewind" leaves must not stay in the average.
+            guard.add(self._averages)
         self._catch_up(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -250,6 +253,9 @@ class WeightAveraging(Callback):
             )
 
     # -- internal functions
+
+    def _averages(self) -> list[Tensor]:
+        return [] if self._average_model is None else self._average_model.tensors()
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The hooks of a subclass are not called: no batch and no epoch ends here.
@@ -355,6 +361,10 @@ class ModelAverage:
             pairs.append((current, averaged))
         return pairs
 
+    def tensors(self) -> list[Tensor]:
+        """Return the averages, and how many weights are in them."""
+        return [self.n_averaged, *self._averages.values()]
+
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange the values of the module and the average."""
@@ -420,8 +430,8 @@ class EMAWeightAveraging(WeightAveraging):
         device: where the average lives; by default where the module does.
         use_buffers: average the buffers too instead of copying them.
         decay: share of the average that an update keeps, from 0 to 1.
-        update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none. In
-            manual optimization, update after a batch with such a step.
+        update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none.
+            In manual optimization, update after a batch with such a step.
         update_starting_at_step: index of the first optimizer step that may update.
         update_starting_at_epoch: index of the first epoch with an update at its end; None for none.
         kwargs: none: ``avg_fn`` and ``multi_avg_fn`` cannot be chosen.
@@ -493,7 +503,7 @@ class StochasticWeightAveraging(WeightAveraging):
     From the epoch ``swa_epoch_start`` on, the learning rate goes to ``swa_lrs`` (replacing the scheduler, if any) and
     the weights at the end of each complete epoch are averaged: the recipe of PyTorch. If the module has batch
     normalization, its statistics are recomputed for the averaged weights: ``training_step`` runs once more over
-    the training data, without gradients, and what it logs is dropped. Average, learning rate and the final training
+    the training data, without backward, and what it logs is dropped. Average, learning rate and the final training
     weights are part of checkpoints; a resumed run ends with the same average, bit for bit.
 
     A run that is stopped early gets the average of the epochs done; validation within fit uses the current weights.
@@ -744,6 +754,9 @@ class StochasticWeightAveraging(WeightAveraging):
                 f"{self._swa_lrs} from here on."
             )
         configs[:] = [LRSchedulerConfig(schedule, name=configs[0].name if configs else None)]
+
+    def _averages(self) -> list[Tensor]:
+        return [self.n_averaged, *(self._average_model or ())]
 
     @property
     def _has_average(self) -> bool:
