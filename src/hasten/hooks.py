@@ -225,8 +225,8 @@ class Hooks:
         if module is not None and name in found[id(module)]:
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
-        of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
-        if of_datamodule and name in found[id(datamodule)]:
+        of_datamodule = module is not None and name not in _NOT_FOR_DATAMODULE
+        if of_datamodule and name in found.get(id(datamodule), ()):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
@@ -234,7 +234,7 @@ class Hooks:
             self._add_strategy(name, listeners)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
-        if name == "on_exception" and listeners:
+        if name == "on_exception":
             listeners = [functools.partial(_hear_all, listeners)]
         return self._logged.inside(row, listeners) if listeners else nothing
 

@@ -185,6 +185,8 @@ class ModelCheckpoint(Checkpoint):
     _deferred: bool = False
     # The optimizer steps when the last batch had ended.
     _step_before: int = 0
+    # Whether the ranking is that of the checkpoint from which the run was resumed.
+    _resumed: bool = False
     # Whether the run that has begun is no fit.
     _evaluates: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
@@ -327,7 +329,8 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the folder, and remove temporary files of killed writers."""
         folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
-        self.dirpath, self._evaluates = folder, stage != TrainerFn.FITTING
+        fits = stage == TrainerFn.FITTING
+        self.dirpath, self._evaluates = folder, not fits
         if self.save_last == "link" and is_url(folder):
             raise make_error(
                 ValueError,
@@ -335,7 +338,7 @@ class ModelCheckpoint(Checkpoint):
                 fix="Use save_last=True.",
                 argument="save_last",
             )
-        if trainer.is_global_zero and stage == TrainerFn.FITTING:
+        if trainer.is_global_zero and fits:
             if not is_url(folder):
                 require_folder("ModelCheckpoint", "dirpath", folder)
             checkpoint_files.clean(folder)
@@ -345,7 +348,9 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and check what is in the folder."""
-        self._last_time_checked, self._step_before = time.monotonic(), trainer.global_step
+        self._last_time_checked = time.monotonic()
+        if self._every_n_train_steps:
+            self._step_before = trainer.global_step
         self._source.start(trainer)
         if self._last_checkpoint_saved and begins_anew(trainer):
             self._begin_ranking()
@@ -639,9 +644,10 @@ class ModelCheckpoint(Checkpoint):
 
     def _begin_ranking(self) -> None:
         """Forget what is saved; the files stay."""
-        start = {"best_k_models": {}, "kth_value": torch.tensor(torch.inf if self.mode == "min" else -torch.inf)}
-        self._set_ranking({name: getattr(ModelCheckpoint, name) for name in _SAVED} | start)
-        self._resumed = False
+        own = vars(self)
+        own.pop("_names_aside", None)
+        own.update(_NOTHING_SAVED, best_k_models={}, _resumed=False)
+        self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
 
     def _set_ranking(self, ranking: dict[str, Any]) -> None:
         vars(self).pop("_names_aside", None)
@@ -836,6 +842,8 @@ class ModelCheckpoint(Checkpoint):
         self.kth_value = scores[self.kth_best_model_path]
 
     def _remove_replaced(self, trainer: Trainer, *, keep_start: bool = False) -> None:
+        if not self._unwanted:
+            return
         kept = [path for path in self._unwanted if keep_start and _is_start(trainer, path)]
         wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, *kept}
         replaced, self._unwanted = self._unwanted, kept
@@ -846,6 +854,9 @@ class ModelCheckpoint(Checkpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero:
             checkpoint_files.remove(filepath, trainer.runtime.checkpoint_io)
+
+
+_NOTHING_SAVED: dict[str, Any] = {name: getattr(ModelCheckpoint, name) for name in _SAVED}
 
 
 class OnExceptionCheckpoint(Checkpoint):
