@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import follow
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.elsewhere import conventions
 from hasten.extend.origin import FOLDERS
 from hasten.module import LightningModule
@@ -224,8 +225,8 @@ class Hooks:
         if module is not None and name in found[id(module)]:
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
-        of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
-        if of_datamodule and name in found[id(datamodule)]:
+        of_datamodule = module is not None and name not in _NOT_FOR_DATAMODULE
+        if of_datamodule and name in found.get(id(datamodule), ()):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
@@ -233,6 +234,8 @@ class Hooks:
             self._add_strategy(name, listeners)
         if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
+        if name == "on_exception":
+            listeners = [functools.partial(_hear_all, listeners)]
         return self._logged.inside(row, listeners) if listeners else nothing
 
     def _add_strategy(self, name: str, listeners: list[Call]) -> None:
@@ -311,6 +314,22 @@ def _then(listener: Call, after: Call, *arguments: object) -> object:
     result = listener(*arguments)
     after(*arguments)
     return result
+
+
+def _hear_all(listeners: list[Call], exception: BaseException) -> None:
+    """Call all hooks for an exception; an error of one does not replace it, unless it was raised from it."""
+    translated: Exception | None = None
+    for listener in listeners:
+        try:
+            listener(exception)
+        except Exception as error:
+            if error.__cause__ is exception:
+                translated = error
+                continue
+            ended = f"{type(exception).__name__} ended the run"
+            rank_zero_warn(f"{ended}, and a hook on_exception raised {type(error).__name__}: {error}")
+    if translated is not None:
+        raise translated
 
 
 def _given_stage(listener: Call, stage: str) -> object:

@@ -51,7 +51,7 @@ def fitted(
     make_module: Callable[[], L.LightningModule],
     make_callbacks: Callable[[], list[L.Callback]],
     *extra: L.Callback,
-    ckpt_path: Path | None = None,
+    ckpt_path: Path | str | None = None,
     seed: int = 0,
     data: Any = None,
     validation: Any = None,

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import LambdaCallback, ModelCheckpoint
+from hasten.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
+from hasten.loggers.folders import exists
+from hasten.plugins import TorchCheckpointIO
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import Classifier, loader, quiet
-from tests.refusals import warned
+from tests.refusals import refused, warned
 
 VALUES = [5.0, 3.0, 4.0, 2.0, 6.0, 1.0]
 
@@ -132,6 +134,49 @@ def test_the_file_a_user_named_to_start_from_is_kept_and_what_the_resumed_run_re
         assert start.exists()
 
 
+@pytest.mark.parametrize(("value", "kept"), [(2.0, [8, 16]), (9.0, [8, 12])])
+def test_a_resumed_run_that_keeps_fewer_files_removes_the_others(tmp_path: Path, value: float, kept: list[int]) -> None:
+    def saver(count: int) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", "val_loss", save_top_k=count)
+
+    values = [5.0, 1.0, 3.0, value]
+    run(Scripted(val=values), saver(3), max_epochs=3)
+    again = saver(2)
+    run(Scripted(val=values), again, max_epochs=4, ckpt_path="last")
+    assert names(tmp_path) == sorted(f"step={step}.ckpt" for step in kept)
+    assert books(again)["kth"] == f"step={kept[1]}.ckpt"
+    assert len(again.best_k_models) == 2
+
+
+@pytest.mark.parametrize("dirpath", ["checkpoints", "memory://starts"])
+def test_the_file_of_another_folder_that_a_run_starts_from_is_kept(tmp_path: Path, dirpath: str) -> None:
+    folder = dirpath if "://" in dirpath else str(tmp_path / dirpath)
+    first, other = ModelCheckpoint(f"{folder}/a", "{step}"), ModelCheckpoint(f"{folder}/b", "{step}")
+    run(Scripted(), first, max_epochs=1)
+    with warned(UserWarning, says="dirpath"):
+        run(Scripted(), other, max_epochs=2, ckpt_path=first.best_model_path)
+    assert other.best_model_path == f"{folder}/b/step=8.ckpt"
+    assert exists(first.best_model_path)
+
+
+@pytest.mark.parametrize("name", ["folder/last.ckpt", "link.ckpt"])
+def test_the_file_a_run_starts_from_is_known_by_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run(Scripted(), ModelCheckpoint("folder", "{step}"), StopAt(6, send(signal.SIGINT)), max_epochs=3)
+    Path("link.ckpt").symlink_to("folder/last.ckpt")
+    with pytest.raises(ZeroDivisionError):
+        run(Scripted(), ModelCheckpoint("folder", "{step}"), StopAt(7, fail), max_epochs=3, ckpt_path=name)
+    assert names("folder") == ["last.ckpt", "step=4.ckpt"]
+    run(Scripted(), ModelCheckpoint("folder", "{step}"), max_epochs=3, ckpt_path=name)
+    assert names("folder") == ["step=12.ckpt"]
+
+
 def test_a_failed_save_leaves_the_files_and_the_ranking_as_they_were(tmp_path: Path) -> None:
     class FullDisk(L.Trainer):
         def save_checkpoint(self, filepath: Any, *arguments: Any, **named: Any) -> None:
@@ -189,6 +234,21 @@ def test_a_stopped_run_is_saved_and_goes_on(
     assert names(tmp_path) == (["last.ckpt"] if save_last else []) + ["step=12.ckpt"]
 
 
+def test_a_stopped_run_goes_on_beside_files_of_weights_alone(tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", save_weights_only=True)
+
+    with pytest.raises(SystemExit):
+        run(Scripted(), saver(), StopAt(6, send(signal.SIGINT)), max_epochs=3)
+    for name, time in (("last.ckpt", 10), ("step=4.ckpt", 20)):
+        os.utime(tmp_path / name, (time, time))
+    trainer = run(Scripted(), saver(), max_epochs=3, ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "last.ckpt")
+    assert names(tmp_path) == ["step=12.ckpt"]
+    with refused(ValueError, fix="save_weights_only=False"):
+        run(Scripted(), saver(), max_epochs=3, ckpt_path="last")
+
+
 def test_a_stopped_run_is_saved_once_and_only_between_batches(tmp_path: Path) -> None:
     def stopped(folder: str, module: Scripted, *callbacks: ModelCheckpoint) -> list[str]:
         with pytest.raises(SystemExit):
@@ -221,6 +281,28 @@ def test_saving_on_an_error(tmp_path: Path, asked: bool) -> None:
     assert files.load(tmp_path / "best.ckpt")["global_step"] == 4
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_save_that_fails_does_not_replace_what_ended_the_run(tmp_path: Path, stopped: bool) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    class FullDisk(TorchCheckpointIO):
+        def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    def hear(*_: Any) -> None:
+        heard.append(True)
+
+    heard: list[bool] = []
+    saver, after = ModelCheckpoint(tmp_path, save_on_exception=True), ModelCheckpoint(tmp_path, every_n_epochs=2)
+    after.on_exception = hear  # type: ignore[method-assign, assignment]
+    ends = StopAt(2, send(signal.SIGINT) if stopped else fail)
+    with warned(UserWarning, says="No space left"), pytest.raises((SystemExit, ZeroDivisionError)) as ended:
+        run(Scripted(), saver, after, ends, plugins=FullDisk())
+    assert getattr(ended.value, "code", None) == (130 if stopped else None)
+    assert (heard, saver._saved_at) == ([True], None)
+
+
 # -- the last one to go on from
 
 
@@ -248,6 +330,40 @@ def test_fit_can_be_called_again(tmp_path: Path) -> None:
         trainer.fit(module, BATCHES)
     assert "last.ckpt" in names(tmp_path)
     assert len(names(tmp_path)) == 2
+
+
+def test_another_trainer_that_begins_anew_has_its_own_ranking_and_patience(tmp_path: Path) -> None:
+    saver, stopper = ModelCheckpoint(tmp_path, "{step}", "val_loss"), EarlyStopping("val_loss", patience=2)
+    first = run(Scripted(val=[1.0, 2.0]), saver, stopper, max_epochs=2)
+    assert (saver.best_model_score, stopper.wait_count) == (1.0, 1)
+    # Other weights than those of the same step before, and a worse value.
+    run(Scripted(val=[3.0, 4.0]), saver, stopper, max_epochs=2)
+    assert (saver.best_model_score, stopper.wait_count) == (3.0, 1)
+    assert saver.best_model_path == str(tmp_path / "step=4-v1.ckpt")
+    assert names(tmp_path) == ["step=4-v1.ckpt", "step=4.ckpt"]
+    # A fit that resumes goes on, and so does one of the same Trainer.
+    again = run(Scripted(val=[5.0, 2.0]), saver, stopper, max_epochs=2, ckpt_path=saver.best_model_path)
+    assert (saver.best_model_score, stopper.wait_count) == (2.0, 0)
+    again.fit_loop.max_epochs = 3
+    again.fit(again.lightning_module, BATCHES, [torch.zeros(2, 1)])
+    assert (saver.best_model_score, stopper.wait_count) == (2.0, 1)
+    assert first.global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_file_is_that_of_the_fit_whatever_is_tested(tmp_path: Path) -> None:
+    model = Classifier()
+    other, own = ModelCheckpoint(tmp_path / "a", "{epoch}"), ModelCheckpoint(tmp_path / "b", "{epoch}")
+    for saver in (other, own):
+        trainer = quiet(callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(model, loader(8))
+    trainer.test(model, loader(8), ckpt_path=other.best_model_path, verbose=False)
+    assert own.best_model_path == str(tmp_path / "b" / "epoch=0.ckpt")
+    # One that has saved nothing takes over what a file says.
+    fresh = ModelCheckpoint(tmp_path / "c")
+    trainer = quiet(callbacks=[fresh], enable_checkpointing=True)
+    trainer.test(model, loader(8), ckpt_path=other.best_model_path, verbose=False)
+    assert fresh.best_model_path == other.best_model_path
 
 
 class Added(ModelCheckpoint):

@@ -99,6 +99,18 @@ def test_the_learning_rate_of_the_backbone_follows_the_arguments(options: dict[s
     assert trainer.lightning_module.rates == [[0.1], *([0.1, rate] for rate in rates)]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("groups", [["all"], ["backbone", "head"]])
+def test_the_learning_rate_of_the_head_stays_if_the_optimizer_had_the_backbone(groups: list[str]) -> None:
+    class Whole(Model):
+        def configure_optimizers(self) -> Any:
+            parts = {"all": self, "backbone": self.backbone, "head": self.head}
+            return torch.optim.SGD([{"params": parts[name].parameters()} for name in groups], lr=0.1)
+
+    with warned(UserWarning, fix="configure_optimizers"):
+        trainer = fitted(Whole, backbone(1), max_epochs=3)
+    assert trainer.lightning_module.rates == [[0.1] * len(groups)] * 3  # type: ignore[union-attr]
+
+
 def test_it_equals_the_loop_written_by_hand() -> None:
     data = loader(24)
     trainer = fitted(Model, backbone(1), max_epochs=3, data=data)

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import hasten as L
-from hasten.callbacks import EarlyStopping, ModelCheckpoint
+from hasten.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
@@ -450,6 +450,21 @@ def test_a_resumed_run_goes_on_with_the_files_of_the_run_before(tmp_path: Path) 
 def test_how_long_files_are_kept_is_checked(options: dict[str, Any], argument: str, fix: str) -> None:
     with refused((ValueError, TypeError), argument, fix=fix):
         ModelCheckpoint(**{"save_top_k": -1, **options})
+
+
+def test_a_multiple_of_steps_counts_that_lies_within_a_batch(tmp_path: Path) -> None:
+    class StepsThrice(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for _ in range(3):
+                super().training_step(batch, batch_idx)
+
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=4, **ALL_STEPS)
+    average = EMAWeightAveraging(update_every_n_steps=5)
+    quiet(callbacks=[saved, average], enable_checkpointing=True).fit(StepsThrice(), loader(16))
+    assert steps(tmp_path) == {"step=6.ckpt": 6, "step=9.ckpt": 9, "step=12.ckpt": 12}
+    # After the steps 0, 5 and 10, in the first, second and fourth batch.
+    assert average._average_model is not None
+    assert average._average_model.n_averaged == 3
 
 
 class KeepsWeights(Manual):

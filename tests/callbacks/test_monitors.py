@@ -96,6 +96,22 @@ def test_the_interval_can_be_chosen(interval: Any, steps: list[int]) -> None:
     assert rows.of("rate-weight_decay")[0][1] == 0.01
 
 
+def test_steps_that_are_not_logged_and_optimizers_without_a_rate() -> None:
+    class Adaptive(torch.optim.Optimizer):
+        """Takes no learning rate, as Adafactor of transformers."""
+
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, {"lr": None, "weight_decay": 0.5})
+
+        def step(self, closure: Any = None) -> Any:
+            return None if closure is None else closure()
+
+    assert rates(halving("epoch"), LearningRateMonitor(), log_every_n_steps=0).of("lr-SGD") == [(0, 1.0), (4, 0.5)]
+    rows = rates(Adaptive, monitor := LearningRateMonitor("epoch", log_weight_decay=True))
+    assert (rows.of("lr-Adaptive"), monitor.lrs) == ([], {"lr-Adaptive": []})
+    assert rows.of("lr-Adaptive-weight_decay") == [(0, 0.5), (4, 0.5)]
+
+
 def test_other_callbacks_can_use_a_rate(tmp_path: Path) -> None:
     callbacks = [LearningRateMonitor(), ModelCheckpoint(tmp_path, "{lr-SGD:.3f}")]
     trainer = run(Tuned(halving("step")), *callbacks, logger=RowLogger(), log_every_n_steps=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hasten as L
-from hasten.callbacks import OnExceptionCheckpoint
+from hasten.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from tests.callbacks.resuming import assert_same, fitted, weights
 from tests.models import Classifier, loader, quiet
 from tests.refusals import warned
@@ -74,6 +75,24 @@ def test_a_failed_or_interrupted_run_resumes_exactly(
     assert resumed.global_step == whole.global_step
     # It served its purpose.
     assert not Path(callback.ckpt_path).exists()
+
+
+@pytest.mark.parametrize("removed", [None, "on_exception.ckpt", "epoch=0-step=6.ckpt"])
+def test_the_last_checkpoint_is_the_newest_of_all_callbacks(tmp_path: Path, removed: str | None) -> None:
+    def callbacks() -> list[L.Callback]:
+        return [OnExceptionCheckpoint(tmp_path), ModelCheckpoint(tmp_path / "saved")]
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fitted(lambda: failing(7), callbacks, max_epochs=2, enable_checkpointing=True)
+    for path in tmp_path.rglob("*.ckpt"):
+        os.utime(path, (20, 20) if path.stem == "on_exception" else (10, 10))
+        if path.name == removed:
+            path.unlink()
+    resumed = fitted(Classifier, callbacks, max_epochs=2, enable_checkpointing=True, ckpt_path="last")
+    assert Path(resumed.ckpt_path or "").stem == (
+        "epoch=0-step=6" if removed == "on_exception.ckpt" else "on_exception"
+    )
+    assert resumed.global_step == 12
 
 
 def test_only_a_fit_that_succeeds_removes_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,26 @@ def test_a_resumed_run_has_the_time_that_is_left(tmp_path: Path) -> None:
     trainer = run(Slow(), Timer(timedelta(seconds=0.05)), max_epochs=9, **options)
     assert trainer.global_step == 4
     assert run(Scripted(), Timer(timedelta(0)), max_epochs=5, enable_checkpointing=False).global_step <= 1
+
+
+def test_a_second_fit_with_the_same_timer_counts_no_time_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pass_hours(trainer: L.Trainer, *_: Any) -> None:
+        clock.hours += 1.0
+        if trainer.global_step == stop_at:
+            raise ZeroDivisionError
+
+    clock = SimpleNamespace(hours=0.0, monotonic=lambda: clock.hours * 3600, perf_counter=time.perf_counter)
+    monkeypatch.setattr("hasten.callbacks.timer.time", clock)
+    timer, stop_at = Timer("7h"), 0
+    trained = [LambdaCallback(on_train_batch_end=pass_hours), timer]
+    run(Scripted(), *trained, ModelCheckpoint(tmp_path, "model"))
+    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, "ckpt_path": tmp_path / "model.ckpt"}
+    assert run(Scripted(), *trained, **options).global_step == 7
+    stop_at = 6
+    with pytest.raises(ZeroDivisionError):
+        run(Scripted(), *trained, **options)
+    clock.hours += 100.0
+    assert run(Scripted(), *trained, enable_checkpointing=False).global_step == 4
 
 
 def test_a_step_is_one_look_at_the_clock_or_free() -> None:

@@ -125,11 +125,13 @@ def test_a_failed_run_is_saved_if_both_failed(tmp_path: Path, monkeypatch: pytes
                 raise RuntimeError("on purpose")
             return super().training_step(batch, batch_idx)
 
-    callback = cb.OnExceptionCheckpoint(tmp_path)
-    callback.patience_seconds = 60.0 if who == "both" else 1.0  # type: ignore[misc]
+    callback = cb.OnExceptionCheckpoint(tmp_path / "failed")
+    saver = cb.ModelCheckpoint(tmp_path / "saved", save_on_exception=True)
+    monkeypatch.setattr("hasten.callbacks.checkpoint._PATIENCE_SECONDS", 60.0 if who == "both" else 1.0)
     with pytest.raises(RuntimeError):
-        fitted(Failing, lambda: [callback], enable_checkpointing=True, **TWO)
-    assert Path(callback.ckpt_path).exists() == (who == "both")
+        fitted(Failing, lambda: [saver, callback], enable_checkpointing=True, **TWO)
+    saved = [Path(callback.ckpt_path).exists(), bool(list((tmp_path / "saved").glob("*.ckpt")))]
+    assert saved == [who == "both"] * 2
 
 
 @pytest.mark.world_size(2)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from hasten.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from hasten.plugins import Precision
 from tests.models import Classifier, dataset, loader, quiet, same_weights
 from tests.refusals import refused, warned
@@ -285,6 +286,20 @@ def test_a_run_goes_back_to_the_state_kept_before(closure: bool) -> None:
         assert all(torch.equal(value, states[6][1][index][name]) for name, value in kept.items())
     assert trainer.global_step == 10
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(0.01, 1)])
+def test_an_average_goes_back_with_the_weights(average: L.Callback) -> None:
+    class Overflows(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            # The loss before was finite. It is the last batch of the first epoch.
+            if self.global_step == 10:
+                nn.init.constant_(self.layers[3].bias, math.inf)
+
+    model = Overflows()
+    with warned(UserWarning, says="1 step"):
+        quiet(max_epochs=2, log_every_n_steps=4, on_bad_loss="rewind", callbacks=[average]).fit(model, data())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
 class OwnOptimizer(torch.optim.Optimizer):

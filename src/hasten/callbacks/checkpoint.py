@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -14,13 +15,20 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from hasten._lib import check, torch_private
+from hasten._lib import check
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
-from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates, warn_of_mode
+from hasten.callbacks.early_stopping import (
+    MetricSource,
+    begins_anew,
+    check_monitor,
+    not_logged,
+    validates,
+    warn_of_mode,
+)
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.elsewhere import conventions
@@ -28,6 +36,7 @@ from hasten.extend.origin import is_builtin
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
+from hasten.machine import agreement
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -128,8 +137,8 @@ class ModelCheckpoint(Checkpoint):
         save_weights_only: leave out what only training needs; such a file cannot resume a run.
         mode: "min" when lower is better, "max" when higher is.
         auto_insert_metric_name: write ``name=value`` in file names, not the value alone.
-        every_n_train_steps: save after this many optimizer steps. In manual optimization, a file has the weights before
-            the step for the layer ``self.layer`` if ``training_step`` keeps them:
+        every_n_train_steps: save after this many optimizer steps, when the batch ends. In manual optimization, a file
+            has the weights before the step for the layer ``self.layer`` if ``training_step`` keeps them:
             ``self.saved_models[batch_idx] = {name: value.clone() for name, value in self.layer.state_dict().items()}``.
         train_time_interval: save after this much time.
         every_n_epochs: save after this many epochs; 1 unless another argument sets the interval.
@@ -174,6 +183,12 @@ class ModelCheckpoint(Checkpoint):
     _written: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed in place
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
+    # The optimizer steps when the last batch had ended.
+    _step_before: int = 0
+    # Whether the ranking is that of the checkpoint from which the run was resumed.
+    _resumed: bool = False
+    # Whether the run that has begun is no fit.
+    _evaluates: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
     _writer: BackgroundWriter | None = None
     _names_aside: dict[str, Any]
@@ -243,10 +258,8 @@ class ModelCheckpoint(Checkpoint):
         self._enable_version_counter = enable_version_counter
         self._default_folder = self.dirpath is None
 
-        vars(self).update(best_k_models={}, best_model_path="", kth_best_model_path="", last_model_path="")
-        self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
+        self._begin_ranking()
         self._found_as_last: str | None = None
-        self._resumed = False
         self._source = MetricSource(monitor)
         if monitor in _COUNTERS:
             # These two are always available, without being logged.
@@ -287,6 +300,8 @@ class ModelCheckpoint(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ranking; from another folder only ``best_model_path``."""
+        if self._evaluates and self.best_model_path:
+            return  # Weights that are tested may be those of another run.
         self.best_model_path = state_dict["best_model_path"]
         # Earlier versions called it "books".
         ranking = state_dict.get("ranking", state_dict.get("books", {}))
@@ -314,7 +329,8 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the folder, and remove temporary files of killed writers."""
         folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
-        self.dirpath = folder
+        fits = stage == TrainerFn.FITTING
+        self.dirpath, self._evaluates = folder, not fits
         if self.save_last == "link" and is_url(folder):
             raise make_error(
                 ValueError,
@@ -322,7 +338,7 @@ class ModelCheckpoint(Checkpoint):
                 fix="Use save_last=True.",
                 argument="save_last",
             )
-        if trainer.is_global_zero and stage == TrainerFn.FITTING:
+        if trainer.is_global_zero and fits:
             if not is_url(folder):
                 require_folder("ModelCheckpoint", "dirpath", folder)
             checkpoint_files.clean(folder)
@@ -333,13 +349,17 @@ class ModelCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and check what is in the folder."""
         self._last_time_checked = time.monotonic()
+        if self._every_n_train_steps:
+            self._step_before = trainer.global_step
         self._source.start(trainer)
+        if self._last_checkpoint_saved and begins_anew(trainer):
+            self._begin_ranking()
         if not trainer.is_global_zero or not self.dirpath:
             return
         others = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
         checkpoint_files.warn_of_shared_names(self, others)
         if self._resumed:
-            self._remove_replaced(trainer, keep=trainer.ckpt_path)
+            self._remove_replaced(trainer, keep_start=True)
         elif (
             not self._default_folder
             and self.save_top_k != 0
@@ -399,7 +419,7 @@ class ModelCheckpoint(Checkpoint):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove files that a killed run had replaced, also if the resumed run had nothing left to train."""
         if self._resumed:
-            self._remove_replaced(trainer, keep=trainer.ckpt_path)
+            self._remove_replaced(trainer, keep_start=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the state when the run is stopped from outside, and on errors with ``save_on_exception``."""
@@ -410,18 +430,21 @@ class ModelCheckpoint(Checkpoint):
             is_saved = position in (self._saved_at, self._last_at)
             if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
                 self._save_stopped(trainer)
-        elif self.save_on_exception and self._saved_at != position:
+        elif self.save_on_exception and self._saved_at != position and _all_failed(type(self).__name__, trainer):
             candidates = self._monitor_candidates(trainer)
             path = self._get_metric_interpolated_filepath_name(candidates, trainer)
-            self._save_checkpoint(trainer, path)
-            self._save_last_checkpoint(trainer, candidates)
+            with self._undo_on_failure():
+                self._save_checkpoint(trainer, path)
+                self._save_last_checkpoint(trainer, candidates)
             rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
 
     def _due_after_batch(self, trainer: Trainer) -> bool:
         if self._train_time_interval is None:
             step, every = trainer.global_step, self._every_n_train_steps
-            # The batches of one accumulation share a step: save once.
-            return every > 0 and step % every == 0 and step != self._last_global_step_saved
+            before, self._step_before = min(self._step_before, step - 1), step
+            # Not a remainder: in manual optimization, a batch may have several steps. The batches of one accumulation
+            # share a step: save once.
+            return every > 0 and step // every > before // every and step != self._last_global_step_saved
         since, now = self._last_time_checked, time.monotonic()
         is_late = since is not None and now - since >= self._train_time_interval.total_seconds()
         is_due = self._deadline.passed(trainer, is_late)
@@ -514,6 +537,7 @@ class ModelCheckpoint(Checkpoint):
             warn_once(f"not logged {self.monitor}", error.what, fix=error.fix)
             return
         self._deferred = False
+        self._trim(trainer)
         current = monitor_candidates[self.monitor]
         if self.check_monitor_top_k(trainer, current):
             self._update_best_and_save(current, trainer, monitor_candidates)
@@ -597,7 +621,11 @@ class ModelCheckpoint(Checkpoint):
             else:
                 # The file exists only to resume from it: it is removed once the resumed run has saved again.
                 self._unwanted = [*self._unwanted, path]
-            self._save_checkpoint(trainer, path)
+            weights_only, self.save_weights_only = self.save_weights_only, False
+            try:
+                self._save_checkpoint(trainer, path)
+            finally:
+                self.save_weights_only = weights_only
         rank_zero_info(f"Saved the run as {path}. To resume it, call fit with ckpt_path='last'.")
 
     @contextmanager
@@ -613,6 +641,13 @@ class ModelCheckpoint(Checkpoint):
     def _ranking(self) -> dict[str, Any]:
         """Return the attributes that say what is saved."""
         return {name: getattr(self, name) for name in _SAVED}
+
+    def _begin_ranking(self) -> None:
+        """Forget what is saved; the files stay."""
+        own = vars(self)
+        own.pop("_names_aside", None)
+        own.update(_NOTHING_SAVED, best_k_models={}, _resumed=False)
+        self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
 
     def _set_ranking(self, ranking: dict[str, Any]) -> None:
         vars(self).pop("_names_aside", None)
@@ -765,16 +800,13 @@ class ModelCheckpoint(Checkpoint):
         """Return whether a replaced file may go: it is in our folder, and the user did not resume from it by name."""
         if previous == current:
             return False
-        if is_url(previous):
-            return True
         if checkpoint_files.is_same(previous, current):
             return False  # Names that differ in case alone, on a file system that does not tell them apart.
-        path = os.path.abspath(previous)
-        start = trainer.ckpt_path
-        if start is not None and os.path.abspath(start) == path and start != self._found_as_last:
+        if _is_start(trainer, previous) and trainer.ckpt_path != self._found_as_last:
             return False
-        folder = os.path.abspath(self.dirpath or "")
-        return os.path.commonpath([folder, path]) == folder
+        # URLs are compared as if they were paths in this folder.
+        folder = os.path.join(os.path.abspath(self.dirpath or ""), "")
+        return os.path.abspath(previous).startswith(folder)
 
     def _give_up_old(self, trainer: Trainer, path: str) -> None:
         """Mark the files for removal, once ``path`` is complete, that neither keep_latest_k nor keep_for keeps."""
@@ -783,10 +815,9 @@ class ModelCheckpoint(Checkpoint):
         written = {name: at for name, at in self._written.items() if name != path} | {path: now}
         kept = {*list(written)[-(self.keep_latest_k or 1) :], self.best_model_path}
         since = now if self.keep_for is None else now - self.keep_for.total_seconds()
-        start = os.path.realpath(trainer.ckpt_path or "")
         # On a clock that was set back, nothing is old.
         old = [name for name, at in written.items() if at <= since and name not in kept]
-        old = [name for name in old if os.path.realpath(name) != start]
+        old = [name for name in old if not _is_start(trainer, name)]
         for name in old:
             self._replace(trainer, name, path)
         self._written = {name: at for name, at in written.items() if name not in old}
@@ -794,14 +825,28 @@ class ModelCheckpoint(Checkpoint):
         if self.best_k_models:
             self._note_worst()
 
+    def _trim(self, trainer: Trainer) -> None:
+        """Give up the files beyond ``save_top_k``, which may have been larger in the run that is continued."""
+        scores, count = self.best_k_models, self.save_top_k
+        if not 0 < count < len(scores):
+            return
+        ranked = sorted(scores, key=lambda name: float(scores[name]), reverse=self.mode == "max")
+        for name in ranked[count:]:
+            self._replace(trainer, name, "")
+        self.best_k_models = {name: scores[name] for name in ranked[:count]}
+        self._note_worst()
+
     def _note_worst(self) -> None:
         worst, scores = max if self.mode == "min" else min, self.best_k_models
         self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
         self.kth_value = scores[self.kth_best_model_path]
 
-    def _remove_replaced(self, trainer: Trainer, keep: str | None = None) -> None:
-        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, keep}
-        replaced, self._unwanted = self._unwanted, [path for path in self._unwanted if path == keep]
+    def _remove_replaced(self, trainer: Trainer, *, keep_start: bool = False) -> None:
+        if not self._unwanted:
+            return
+        kept = [path for path in self._unwanted if keep_start and _is_start(trainer, path)]
+        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, *kept}
+        replaced, self._unwanted = self._unwanted, kept
         for path in replaced:
             if path not in wanted:
                 self._remove_checkpoint(trainer, path)
@@ -809,6 +854,9 @@ class ModelCheckpoint(Checkpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero:
             checkpoint_files.remove(filepath, trainer.runtime.checkpoint_io)
+
+
+_NOTHING_SAVED: dict[str, Any] = {name: getattr(ModelCheckpoint, name) for name in _SAVED}
 
 
 class OnExceptionCheckpoint(Checkpoint):
@@ -835,7 +883,6 @@ class OnExceptionCheckpoint(Checkpoint):
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
-    patience_seconds: ClassVar[float] = 15.0
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         super().__init__()
@@ -850,12 +897,16 @@ class OnExceptionCheckpoint(Checkpoint):
         self.dirpath = dirpath
         self.filename = filename
         self._failed = False
-        self._failures = 0
 
     @property
     def ckpt_path(self) -> str:
         """The file."""
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+
+    def find_last(self, trainer: Trainer) -> str | None:
+        """Return the file if it is there and undamaged: ``ckpt_path="last"`` means it if it is the newest."""
+        found = [self.ckpt_path] if trainer.is_global_zero and exists(self.ckpt_path) else []
+        return checkpoint_files.first_whole(found, trainer.runtime.checkpoint_io, trainer.strategy)
 
     def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
         self._failed = False
@@ -867,12 +918,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return
         if not trainer.optimizers:
             return  # not set up yet: there is nothing to resume
-        if trainer.runtime.several_processes and not self._all_failed(trainer):
-            rank_zero_warn(
-                "OnExceptionCheckpoint: the exception was raised on some processes only, and a checkpoint needs all, "
-                "so nothing was saved.",
-                fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
-            )
+        if not _all_failed("OnExceptionCheckpoint", trainer):
             return
         try:
             trainer.save_checkpoint(self.ckpt_path)
@@ -880,18 +926,6 @@ class OnExceptionCheckpoint(Checkpoint):
             rank_zero_warn(f"OnExceptionCheckpoint could not write {self.ckpt_path}: {error}")
         else:
             rank_zero_info(f'Saved the run. Resume it with fit(..., ckpt_path="{self.ckpt_path}").')
-
-    def _all_failed(self, trainer: Trainer) -> bool:
-        """Return whether every process failed; those still training would block a checkpoint."""
-        store = torch_private.default_store()
-        self._failures += 1
-        keys = [f"hasten/failure-{self._failures}-{rank}" for rank in range(trainer.world_size)]
-        store.set(keys[trainer.global_rank], "failed")
-        try:
-            store.wait(keys, timedelta(seconds=self.patience_seconds))
-        except Exception:  # each store raises another type when the time is up
-            return False
-        return True
 
     def teardown(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Remove the file of an earlier failure once a fit has succeeded."""
@@ -902,8 +936,32 @@ class OnExceptionCheckpoint(Checkpoint):
             remove(self.ckpt_path)
 
 
+# How long a process that failed waits for the others, and the number of times that it has done so.
+_PATIENCE_SECONDS = 15.0
+_failures = itertools.count(1)
+
+
+def _all_failed(owner: str, trainer: Trainer) -> bool:
+    """Return whether every process failed, and warn if not: those still training would block a checkpoint."""
+    if not trainer.runtime.several_processes:
+        return True
+    failed = agreement.all_at(f"failure-{next(_failures)}", patience_seconds=_PATIENCE_SECONDS)
+    if not failed:
+        rank_zero_warn(
+            f"{owner}: the exception was raised on some processes only, and a checkpoint needs all, so nothing was "
+            "saved.",
+            fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
+        )
+    return failed
+
+
 def _position(trainer: Trainer) -> list[int]:
     return [trainer.global_step, trainer.total_batch_idx]
+
+
+def _is_start(trainer: Trainer, path: str) -> bool:
+    """Return whether the run was resumed from this file, whatever name was given for it."""
+    return checkpoint_files.resolve(path) == checkpoint_files.resolve(trainer.ckpt_path)
 
 
 # -- arguments

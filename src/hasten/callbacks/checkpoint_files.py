@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -213,7 +214,7 @@ def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy
     found, failure = strategy.broadcast((found, failure))
     if failure:
         raise OSError(f"ckpt_path='last': the checkpoints in {folder} cannot be read: {failure}")
-    return _first_whole([path for path in found if os.path.basename(path).startswith(prefix)], reader, strategy)
+    return first_whole([path for path in found if os.path.basename(path).startswith(prefix)], reader, strategy)
 
 
 def newest_copy(
@@ -244,16 +245,23 @@ def newest_copy(
         raise OSError(f"ckpt_path='last': there is no local checkpoint, and the copies cannot be read: {failure}")
     if failure:
         rank_zero_warn(f"The copies of checkpoints cannot be read, so {instead_of} is the newest: {failure}")
-    return _first_whole(found, reader, strategy) or instead_of
+    return first_whole(found, reader, strategy) or instead_of
 
 
-def _first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
-    """Return the first of the first process's paths that is whole; warn of those before."""
+def first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
+    """Return the first of the first process's paths that is whole; warn of those before.
+
+    Files of weights alone, which cannot be resumed, come last.
+    """
     while reader.wrapped is not None:
         reader = reader.wrapped
-    for path in strategy.broadcast(paths):
+    weights: list[str] = []
+    for path in itertools.chain(strategy.broadcast(paths), weights):
         if not isinstance(reader, TorchCheckpointIO):
             return path
+        if path not in weights and not strategy.broadcast(strategy.is_global_zero and files.may_resume(path)):
+            weights.append(path)
+            continue
         problem = None
         try:
             files.verify(path, share=(strategy.global_rank, strategy.world_size))

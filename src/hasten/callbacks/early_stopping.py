@@ -112,11 +112,7 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.log_rank_zero_only = log_rank_zero_only
-        self.wait_count = 0
-        self.stopped_epoch = 0
-        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
-        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
-        self.stopping_reason_message: str | None = None
+        self._begin()
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._source = MetricSource(self.monitor)
         self._checked_validations = 0
@@ -124,6 +120,13 @@ class EarlyStopping(Callback):
         self._resumes_unchecked = False
         # Whether it has asked the fit that runs to stop; a message in a checkpoint is about another fit.
         self._has_stopped_fit = False
+
+    def _begin(self) -> None:
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
 
     @property
     def state_key(self) -> str:
@@ -158,6 +161,8 @@ class EarlyStopping(Callback):
         self._resumes_unchecked = state_dict.get("unchecked", False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._source.stage is not None and begins_anew(trainer):
+            self._begin()
         self._source.start(trainer)
         self._has_stopped_fit = False
         self._checked_validations = -1 if self._resumes_unchecked else 0
@@ -406,6 +411,11 @@ class MetricSource:
     def _update(self, trainer: Trainer, stage: Literal["step", "validate", "epoch"]) -> None:
         if self.stage is None and self.name in trainer.callback_metrics:
             self.stage = stage
+
+
+def begins_anew(trainer: Trainer) -> bool:
+    """Return whether training starts that continues no other, neither of a checkpoint nor of the same Trainer."""
+    return trainer.ckpt_path is None and not trainer.progress.total_batches
 
 
 def validates(trainer: Trainer) -> bool:

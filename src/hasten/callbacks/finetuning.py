@@ -356,22 +356,22 @@ class BackboneFinetuning(BaseFinetuning):
         """Unfreeze the backbone at its epoch; raise its learning rate afterwards."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
+        backbone = pl_module.get_submodule("backbone")
         head_lr = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
             first = self.backbone_initial_lr
             rate = head_lr * self.backbone_initial_ratio_lr if first is None else float(first)
             self.unfreeze_and_add_param_group(
-                pl_module.get_submodule("backbone"),
-                optimizer,
-                rate,
-                train_bn=self.train_bn,
-                initial_denom_lr=self.initial_denom_lr,
+                backbone, optimizer, rate, train_bn=self.train_bn, initial_denom_lr=self.initial_denom_lr
             )
         else:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             if self.should_align:
                 rate = min(rate, head_lr)
-            optimizer.param_groups[-1]["lr"] = rate
+            own = {*map(id, backbone.parameters())}
+            # No group was added for what the optimizer had already: the last one may be that of the head.
+            if own.issuperset(map(id, optimizer.param_groups[-1]["params"])):
+                optimizer.param_groups[-1]["lr"] = rate
         self.previous_backbone_lr = rate
         if self.verbose:
             rank_zero_info(

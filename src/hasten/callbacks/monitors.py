@@ -97,9 +97,9 @@ class LearningRateMonitor(Callback):
         """Log before a step whose values are logged too."""
         if self.logging_interval == "epoch":
             return
-        step = _updates(trainer)
+        step, every = _updates(trainer), trainer.log_every_n_steps
         # Batches of an accumulation share a step: one row is enough.
-        if (step + 1) % trainer.log_every_n_steps or step == self._logged_at:
+        if not every or (step + 1) % every or step == self._logged_at:
             return
         self._logged_at = step
         self._log(trainer, "step" if self.logging_interval is None else "any", step)
@@ -127,12 +127,15 @@ class LearningRateMonitor(Callback):
     def _get_optimizer_stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, float]:
         stats: dict[str, float] = {}
         for group, name in zip(optimizer.param_groups, names, strict=True):
-            stats[name] = _number(group["lr"])
             alone = name.removesuffix("/pg1")
             if alone != name and alone in self.lrs and alone not in names:
                 # A second parameter group was added: the first one is called /pg1 from now on.
                 self.lrs[name] = self.lrs.pop(alone)
-            self.lrs.setdefault(name, []).append(stats[name])
+            rates = self.lrs.setdefault(name, [])
+            # Without one, the optimizer computes its steps itself, as Adafactor does.
+            if group["lr"] is not None:
+                stats[name] = _number(group["lr"])
+                rates.append(stats[name])
             if self.log_momentum:
                 value = group["betas"][0] if "betas" in group else group.get("momentum", 0)
                 stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _number(value)

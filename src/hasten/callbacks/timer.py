@@ -75,15 +75,18 @@ class Timer(Callback):
         check.one_of("Timer", "interval", interval, [one.value for one in Interval], error=MisconfigurationException)
         self._interval = Interval(interval)
         self._verbose = verbose
-        self._start_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
-        self._end_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
-        self._offset = 0.0
+        self._reset()
         self._shared = SharedDeadline()
         self._is_distributed = False
         self._deadline = math.inf
         # When the process was last seen to run, and how often it had been stopped by then. In a list: to set an
         # attribute of a callback is a call.
         self._seen, self._continued = [0.0], 0
+
+    def _reset(self) -> None:
+        self._start_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
+        self._end_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
+        self._offset = 0.0
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Return when a stage started, in seconds of ``time.monotonic``; None if it did not."""
@@ -106,7 +109,9 @@ class Timer(Callback):
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run a hook after each batch only if the clock is checked there."""
+        """Forget the fit before, and run a hook after each batch only if the clock is checked there."""
+        if stage == "fit" and self._start_time[RunningStage.TRAINING] is not None:
+            self._reset()
         use_hooks(self, Timer, self._counts_batches, "on_train_batch_end")
 
     @property

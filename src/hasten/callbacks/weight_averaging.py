@@ -114,6 +114,8 @@ class WeightAveraging(Callback):
         self._restarting = False
         self._latest_update_step = 0
         self._latest_update_epoch = -1
+        # The optimizer steps about which should_update was asked.
+        self._asked_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to update the average now; override it to choose.
@@ -155,8 +157,11 @@ class WeightAveraging(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the updates that were still due when another callback saved the checkpoint."""
         if not self._restarting:
-            self._latest_update_step = trainer.global_step
+            self._latest_update_step = self._asked_step = trainer.global_step
             self._latest_update_epoch = trainer.progress.epochs_done - 1
+        if (guard := trainer.current_run.observers.guard) is not None:
+            # Weights that on_bad_loss="rewind" leaves must not stay in the average.
+            guard.add(self._averages)
         self._catch_up(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -168,7 +173,10 @@ class WeightAveraging(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+        # In manual optimization, a batch may have several steps.
+        new = range(min(self._asked_step, step - 1), step)
+        self._asked_step = step
+        if step > self._latest_update_step and any(self.should_update(step_idx=index) for index in new):
             self._update(pl_module)
             self._latest_update_step = step
 
@@ -208,11 +216,12 @@ class WeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return when the average was last updated; the average itself is the checkpoint's ``state_dict``."""
         step, epoch = self._latest_update_step, self._latest_update_epoch
-        return {"latest_update_step": step, "latest_update_epoch": epoch}
+        return {"latest_update_step": step, "latest_update_epoch": epoch, "asked_step": self._asked_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restarting = True
         self._latest_update_step = state_dict["latest_update_step"]
+        self._asked_step = state_dict.get("asked_step", self._latest_update_step)
         self._latest_update_epoch = state_dict.get("latest_update_epoch", -1)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -244,6 +253,9 @@ class WeightAveraging(Callback):
             )
 
     # -- internal functions
+
+    def _averages(self) -> list[Tensor]:
+        return [] if self._average_model is None else self._average_model.tensors()
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The hooks of a subclass are not called: no batch and no epoch ends here.
@@ -349,6 +361,10 @@ class ModelAverage:
             pairs.append((current, averaged))
         return pairs
 
+    def tensors(self) -> list[Tensor]:
+        """Return the averages, and how many weights are in them."""
+        return [self.n_averaged, *self._averages.values()]
+
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange the values of the module and the average."""
@@ -415,6 +431,7 @@ class EMAWeightAveraging(WeightAveraging):
         use_buffers: average the buffers too instead of copying them.
         decay: share of the average that an update keeps, from 0 to 1.
         update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none.
+            In manual optimization, update after a batch with such a step.
         update_starting_at_step: index of the first optimizer step that may update.
         update_starting_at_epoch: index of the first epoch with an update at its end; None for none.
         kwargs: none: ``avg_fn`` and ``multi_avg_fn`` cannot be chosen.
@@ -486,7 +503,7 @@ class StochasticWeightAveraging(WeightAveraging):
     From the epoch ``swa_epoch_start`` on, the learning rate goes to ``swa_lrs`` (replacing the scheduler, if any) and
     the weights at the end of each complete epoch are averaged: the recipe of PyTorch. If the module has batch
     normalization, its statistics are recomputed for the averaged weights: ``training_step`` runs once more over
-    the training data, without gradients, and what it logs is dropped. Average, learning rate and the final training
+    the training data, without backward, and what it logs is dropped. Average, learning rate and the final training
     weights are part of checkpoints; a resumed run ends with the same average, bit for bit.
 
     A run that is stopped early gets the average of the epochs done; validation within fit uses the current weights.
@@ -737,6 +754,9 @@ class StochasticWeightAveraging(WeightAveraging):
                 f"{self._swa_lrs} from here on."
             )
         configs[:] = [LRSchedulerConfig(schedule, name=configs[0].name if configs else None)]
+
+    def _averages(self) -> list[Tensor]:
+        return [self.n_averaged, *(self._average_model or ())]
 
     @property
     def _has_average(self) -> bool:

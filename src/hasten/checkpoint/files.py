@@ -336,6 +336,32 @@ def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> 
             check_whole(file, path)
 
 
+def may_resume(path: str | os.PathLike[str]) -> bool:
+    """Return whether a run may continue from a checkpoint: False if it has weights alone. No tensors are read.
+
+    Args:
+        path: a path or a URL that fsspec understands.
+
+    Example::
+
+        >>> import tempfile
+        >>> name = tempfile.mkdtemp() + "/a.ckpt"
+        >>> save({"state_dict": {}}, name)
+        >>> may_resume(name)
+        False
+
+    """
+    # Whether it is whole is for ``verify`` to say.
+    with suppress(*_NOT_AN_ARCHIVE):
+        place = _folder_at(path)
+        with _opened(path) if place is None else place.open(CONTENTS_FILE, "rb") as file:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    pickled = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                    return any(b"optimizer_states" in archive.read(name) for name in pickled)
+    return True
+
+
 def clean(folder: str | os.PathLike[str]) -> list[Path]:
     """Remove temporary files and folders of writers that have died; return their paths.
 

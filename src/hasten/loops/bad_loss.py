@@ -101,6 +101,8 @@ class Guard:
         self._last = ""
         self._windows = self._skipped = self._in_a_row = self._returns = self._reported = 0
         self._saved: _SavedTraining | None = None
+        # What returns too, such as averages of the weights: functions that give the tensors.
+        self._followers: list[Callable[[], list[Tensor]]] = []
         # Buffers at the start of a resumed accumulation, whose first batches may be bad.
         self._buffers_before: dict[str, Tensor] = {}
         if state is not None:
@@ -125,9 +127,14 @@ class Guard:
         """Save the present state to return to, with "rewind"; a run resumed from here does the same."""
         if self._mode == "rewind":
             self._saved = None  # Free the memory of the old copy first.
-            self._saved, self._returns = _SavedTraining(self._run), 0
+            self._saved, self._returns = _SavedTraining(self._run, self._followers), 0
             if self._run.progress.accumulation_index:
                 self._saved.buffers.use(self._buffers_before or self._before.buffers.changed())
+
+    def add(self, tensors: Callable[[], list[Tensor]]) -> None:
+        """Have more tensors return with the weights, with "rewind"."""
+        self._followers.append(tensors)
+        self.keep_state()
 
     # -- around a step
 
@@ -323,12 +330,13 @@ class Guard:
 
 
 class _SavedTraining:
-    """Weights, buffers, optimizer states and the scaler's, to return to. Schedules and counters continue."""
+    """Weights and what follows them, buffers, optimizer states and the scaler's, to return to. Schedules continue."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, followers: Iterable[Callable[[], list[Tensor]]]) -> None:
         self._run = run
         self.logged_step = run.progress.logged_step
-        tensors = {id(p): p for p in [*run.module.parameters(), *parameters_of(*run.optimizers)]}
+        following = [tensor for follower in followers for tensor in follower()]
+        tensors = {id(p): p for p in [*run.module.parameters(), *parameters_of(*run.optimizers), *following]}
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self.buffers = SavedBuffers(run.module)
         self.buffers.save()

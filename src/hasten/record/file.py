@@ -96,12 +96,14 @@ class Record(NoRecord):
 
     def _write(self, data: bytes) -> None:
         # Not created again where somebody has removed the folder of the run.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        binary = getattr(os, "O_BINARY", 0)  # Windows would write other line ends.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | binary, 0o666)
         try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                # The line that an earlier attempt was writing when it was killed.
-                data = b"\n" + data
+            if os.fstat(descriptor).st_size:
+                os.lseek(descriptor, -1, os.SEEK_END)
+                if os.read(descriptor, 1) != b"\n":
+                    # The line that an earlier attempt was writing when it was killed.
+                    data = b"\n" + data
             while data:
                 data = data[os.write(descriptor, data) :]
         finally:

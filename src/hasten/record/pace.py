@@ -761,4 +761,6 @@ def moment(when: datetime, now: datetime) -> str:
     clock = f"at {when:%H:%M}"
     if when.date() == now.date():
         return clock
-    return f"tomorrow {clock}" if when.date() - now.date() == timedelta(days=1) else f"on {when:%A, %-d %B}, {clock}"
+    if when.date() - now.date() == timedelta(days=1):
+        return f"tomorrow {clock}"
+    return f"on {when:%A}, {when.day} {when:%B}, {clock}"
