@@ -13,6 +13,8 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -167,6 +169,9 @@ def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
     weighted = trained("length", loader(shuffle=False, sampler=WeightedRandomSampler(weights, 24)))
     assert set(weighted.epochs[0]) <= set(range(10))
     assert len(weighted.epochs[0]) == 24
+    for sampler in (RandomSampler(range(24)), SequentialSampler(range(24))):
+        batches: Any = rebatch(loader(shuffle=False, sampler=sampler), LengthBatching()).batch_sampler
+        assert sorted(index for batch in batches for index in batch) == list(range(24))
     dropped = trained("length", loader(batch_size=6, drop_last=True))
     assert len(dropped.epochs[0]) == 36
     workers = trained("length", loader(num_workers=1), max_epochs=1)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Sampler
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten.batching.pad import MOST_TOKENS, all_rounded_up, check_lengths, check_multiple_of, widths_for
-from hasten.data.loader_parts import drawn_generator, shared_random_numbers
+from hasten.data.loader_parts import drawn, drawn_generator, drawn_once, shared_random_numbers
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
 GRAIN = 32
@@ -286,8 +286,7 @@ class LengthBatchSampler(PlannedBatches):
 
     def unshuffled(self) -> LengthBatchSampler:
         new = super().unshuffled()
-        if isinstance(self.sampler, RandomSampler):
-            new.sampler = SequentialSampler(self.sampler.data_source)
+        new.sampler = None if self.sampler is None else drawn_once(self.sampler, self._seed())
         return new
 
     def __len__(self) -> int:
@@ -322,7 +321,7 @@ class LengthBatchSampler(PlannedBatches):
 
     def _order(self, generator: torch.Generator | None) -> Tensor:
         if self.sampler is not None:
-            order = torch.tensor(list(self.sampler), dtype=torch.int64)
+            order = torch.tensor(drawn(self.sampler), dtype=torch.int64)
             if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.lengths):
                 raise make_error(
                     IndexError,

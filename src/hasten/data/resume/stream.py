@@ -669,6 +669,7 @@ def _has_known_order(loader: DataLoader[Any]) -> bool:
 
 
 _SAMPLERS = (
+    list,
     BatchSampler,
     SequentialSampler,
     RandomSampler,
