@@ -255,6 +255,13 @@ def test_loader_given_is_not_changed_and_its_class_is_kept(stage: str) -> None:
     assert vars(loader) == before
 
 
+def test_workers_that_live_on_read_the_part_of_their_process() -> None:
+    loader = DataLoader(DATA, batch_size=2, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    prepared = prepare(loader, num_replicas=2, rank=1)
+    assert [batch.tolist() for batch in prepared] == [[1, 3], [5, 7], [9, 0]]
+
+
 # -- evaluation on several
 
 

@@ -29,8 +29,9 @@ def with_attributes(loader: _Loader, **attributes: object) -> _Loader:
     Building a new one from its arguments would fail for subclasses with another ``__init__``.
     """
     new = copy.copy(loader)
-    # Not setattr: DataLoader forbids changing some attributes once it is built, and this copy is new.
-    new.__dict__.update(attributes)
+    # Not setattr: DataLoader forbids changing some attributes once it is built, and this copy is new. Persistent
+    # workers, behind ``_iterator``, read what the original reads.
+    new.__dict__.update({"_iterator": None, **attributes})
     return new
 
 

@@ -99,7 +99,7 @@ def with_workers(loader: _T, num_workers: int, *, stage: str = "validate", name:
         check_dataloader(loader, f"num_workers={num_workers}", name, batches=False, iteration=False)
     if not isinstance(loader, DataLoader) or loader.num_workers == num_workers:
         return loader
-    changed: dict[str, Any] = {"num_workers": num_workers, "_iterator": None}
+    changed: dict[str, Any] = {"num_workers": num_workers}
     if num_workers == 0:
         changed |= WITHOUT_WORKERS
     elif loader.prefetch_factor is None:
@@ -229,7 +229,6 @@ def _pace(
         persistent_workers=False,
         pin_memory=False,
         generator=None,
-        _iterator=None,
         check_worker_number_rationality=_nothing,
     )
     if number:
