@@ -286,14 +286,19 @@ def test_lengths_are_found_where_they_are_cheapest() -> None:
     told.lengths = [10, 30]  # of another thing than the samples
     assert torch.equal(sample_lengths(told, "input_ids").lengths, expected)
 
-    class Noisy(Sequences):
+
+def test_making_batches_ready_draws_no_random_numbers() -> None:
+    class Noisy(Padded):
+        generator = torch.Generator()
+
         def __getitem__(self, index: int) -> Any:
+            torch.rand(3, generator=self.generator)
             torch.rand(3)
             return super().__getitem__(index)
 
-    before = torch.get_rng_state()
-    sample_lengths(Noisy())
-    assert torch.equal(torch.get_rng_state(), before)
+    before = torch.get_rng_state(), Noisy.generator.get_state()
+    rebatch(DataLoader(Noisy(), 2, collate_fn=PadCollator()), LengthBatching())
+    assert all(map(torch.equal, before, (torch.get_rng_state(), Noisy.generator.get_state())))
 
 
 def test_texts_are_sorted_by_their_characters() -> None:

@@ -36,6 +36,7 @@ from hasten.data.loader_parts import (
     takes_each_once,
     with_attributes,
 )
+from hasten.data.memory.dataset_parts import preserve
 from hasten.seed import isolate_rng
 
 # Without a compiler, shapes cost nothing, and multiples of 8 tokens suit tensor cores and vector units.
@@ -242,7 +243,7 @@ def _joining(
     collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
     if collate_fn is not default_collate and not isinstance(collate_fn, PadCollator):
         return collate_fn
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), preserve(loader.dataset):
         samples = [loader.dataset[index] for index in spread(found.lengths, FEW_SAMPLES)]
     if collate_fn is default_collate:
         # If torch cannot join them, there would be no batch of more than one sample without padding.
