@@ -153,7 +153,7 @@ def takes_each_once(loader: DataLoader[Any]) -> bool:
     sampler = sampler_of(loader)
     is_plain = type(sampler) is SequentialSampler or is_plain_shuffle(sampler)
     # The sampler may choose from fewer samples than there are.
-    return is_plain and length_of(sampler.data_source) == length_of(loader.dataset)
+    return is_plain and length_of(sampler.data_source) == length_of(cast(Any, loader.dataset))
 
 
 def drawn(sampler: Any) -> list[Any]:
