@@ -96,7 +96,10 @@ def samplers_of(loader: Iterable[Any]) -> list[Any]:
 def _all_samplers_of(loader: Iterable[Any]) -> list[Any]:
     """Return ``samplers_of(loader)`` and those inside: a ``ShardSampler`` hides the user's samplers."""
     found = samplers_of(loader)
-    return found + [inner for each in found if (inner := getattr(each, "sampler", None)) is not None]
+    for each in (*found,):
+        if (inner := getattr(each, "sampler", None)) is not None:
+            found.append(inner)
+    return found
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
@@ -127,8 +130,7 @@ def generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
 def epoch_setters(loader: Iterable[Any]) -> list[Any]:
     """Return the parts of a loader that have ``set_epoch``, each once."""
     parts = (loader, *_all_samplers_of(loader), getattr(loader, "dataset", None))
-    found = [each for each in parts if callable(getattr(each, "set_epoch", None))]
-    return list({id(each): each for each in found}.values())
+    return list({id(each): each for each in parts if callable(getattr(each, "set_epoch", None))}.values())
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -156,14 +158,14 @@ def takes_each_once(loader: DataLoader[Any]) -> bool:
     return is_plain and length_of(sampler.data_source) == length_of(cast(Any, loader.dataset))
 
 
-def drawn(sampler: Any) -> list[Any]:
+def drawn(sampler: Iterable[Any]) -> list[Any]:
     """Return all that a sampler gives in an epoch.
 
     Raises:
         ValueError: it goes on after its length.
 
     """
-    count = len(sampler)
+    count = len(cast(Any, sampler))
     # Some samplers give more than their length.
     items = list(itertools.islice(sampler, 2 * count + 1))
     if len(items) > 2 * count:
@@ -176,7 +178,7 @@ def drawn(sampler: Any) -> list[Any]:
     return items
 
 
-def drawn_once(sampler: Any, seed: int) -> Any:
+def drawn_once(sampler: Iterable[Any], seed: int) -> Iterable[Any]:
     """Return a sampler that gives the same in each epoch: in order what was shuffled, else what is drawn now."""
     if isinstance(sampler, RandomSampler):
         return SequentialSampler(sampler.data_source)

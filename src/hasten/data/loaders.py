@@ -76,6 +76,9 @@ def prepare(
         _report_empty(loader, name)
     if not isinstance(loader, DataLoader):
         return loader
+    loader = _undropped(loader) if stage == "predict" else loader
+    if num_replicas == 1 and not overfit:
+        return loader
     train = stage == "train"
     if seed is None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
@@ -83,7 +86,6 @@ def prepare(
     is_distributed = _is_distributed(loader)
     if overfit:
         loader = _unshuffled(loader, name, seed)
-    loader = _undropped(loader) if stage == "predict" else loader
     if num_replicas == 1:
         return loader
     if train and rank and loader.num_workers:
