@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -329,6 +330,11 @@ def shared_random_numbers(seed: int) -> Iterator[None]:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         yield
+
+
+def order_seed(seed: int | None) -> int:
+    """Return the seed of an order: the one that is given, else that of ``seed_everything``."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
 def drawn_generator() -> torch.Generator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import reprlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from hasten.data.loader_parts import (
     drawn_once,
     is_iterable,
     length_of,
+    order_seed,
     sampler_of,
     samplers_of,
     takes_each_once,
@@ -80,17 +80,14 @@ def prepare(
     if num_replicas == 1 and not overfit:
         return loader
     train = stage == "train"
-    if seed is None:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    seed = order_seed(seed)
     # An order that is drawn once does not tell that it is one process's part.
-    is_distributed = _is_distributed(loader)
+    is_divided = _is_divided(loader, num_replicas)
     if overfit:
         loader = _unshuffled(loader, name, seed)
-    if num_replicas == 1:
-        return loader
     if train and rank and loader.num_workers:
         loader = with_attributes(loader, worker_init_fn=SeedByRank(loader.worker_init_fn, rank))
-    if is_distributed:
+    if is_divided:
         return loader
     if is_iterable(loader):
         return divided(loader, num_replicas, rank, name=name, seed=seed)
@@ -157,9 +154,12 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return with_attributes(loader, **changed)
 
 
-def _is_distributed(loader: DataLoader[Any]) -> bool:
+def _is_divided(loader: DataLoader[Any], num_replicas: int) -> bool:
+    """Return whether a loader reads one process's part of the samples already."""
     samplers = samplers_of(loader)
-    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers)
+    return num_replicas == 1 or any(
+        hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers
+    )
 
 
 def _check_iterable(loader: Any, name: str) -> None:
