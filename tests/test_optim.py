@@ -222,8 +222,9 @@ def test_monitor_beside_the_scheduler() -> None:
         return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": monitor}
 
     in_a_dict = lambda o: make(o, {"scheduler": make(o)["lr_scheduler"]})  # noqa: E731
+    in_a_config = lambda o: make(o, LRSchedulerConfig(make(o)["lr_scheduler"]))  # noqa: E731
     nearer = lambda o: make(o, plateau()(o)[1][0], monitor="nothing")  # noqa: E731
-    for kind in (make, in_a_dict, nearer):
+    for kind in (make, in_a_dict, in_a_config, nearer):
         assert rates(kind) == [1.0] * 8 + [0.5] * 4 + [0.25]
 
 
@@ -447,6 +448,9 @@ def other() -> Any:
         (configured(interval=None), r"interval=None\): use one of 'epoch', 'step'"),
         (configured(frequency=0), r"frequency=0\): use a whole number of at least 1"),
         (configured(frequency=1.5), r"frequency=1\.5"),
+        (lambda o: ([o], [LRSchedulerConfig(halve(o), interval="steps")]), r"Did you mean 'step'"),
+        (lambda o: ([o], [LRSchedulerConfig(halve(o), frequency=0)]), r"frequency=0\): use a whole number"),
+        (lambda o: ([o], [LRSchedulerConfig(lr_scheduler.ReduceLROnPlateau(o))]), r"steps on a monitored value"),
         (
             lambda o: ([o], [lr_scheduler.ReduceLROnPlateau(o)]),
             r"ReduceLROnPlateau steps on a monitored value, and none",

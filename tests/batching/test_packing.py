@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from hasten.batching.samplers import rows_of
-from hasten.data import PackCollator, PackedBatchSampler, pack, packed_attention, pad_collate
+from hasten.data import PackCollator, PackedBatchSampler, PadCollator, pack, packed_attention, pad_collate
+from hasten.data.memory.read import same
 from tests.batching.sequences import LONGEST, Sequences, Transformer, lengths_of
 from tests.refusals import refused
 
@@ -108,6 +109,31 @@ def test_every_token_is_somewhere_and_positions_start_at_0() -> None:
     assert batch["cu_seqlens"][-1] == 27
     assert int(sizes.max()) == batch["max_seqlen"] == 9  # the empty row
     assert sorted(sizes.tolist())[:1] > [0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_samples_is_left_out(side: Any) -> None:
+    samples = [{"input_ids": [1, 2], "labels": [5, 6], "y": 0}, {"input_ids": [3, 4, 7], "labels": [8, 9, 9], "y": 1}]
+    samples.append({"input_ids": [], "labels": [], "y": 2})
+    padded = PadCollator(multiple_of=4, side=side, keys=["input_ids", "labels"])(samples)
+    rows = [{key: values[place] for key, values in padded.items()} for place in range(3)]
+    assert all(len(row["input_ids"]) == 4 for row in rows)
+    assert same(pack(rows, 8), pack(samples, 8))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool])
+def test_labels_of_a_type_without_the_ignored_label_get_another(kind: torch.dtype) -> None:
+    samples = [{"input_ids": [1, 2], "labels": torch.tensor([1, 0], dtype=kind)}, {"input_ids": [3], "labels": [1]}]
+    assert pack(samples, 4)["labels"].tolist() == [[-100, 0, -100, -100]]
+    assert pack(samples, 4, next_token=False)["labels"].tolist() == [[1, 0, 1, -100]]
+    assert pad_collate(samples)["labels"].tolist() == [[1, 0], [1, -100]]
+
+
+def test_a_field_has_a_type_for_all_samples() -> None:
+    samples = [{"input_ids": [], "w": []}, {"input_ids": [2**24 + 1], "w": [1]}, {"input_ids": [3], "w": [0.5]}]
+    for batch in (pack(samples), pad_collate(samples)):
+        assert batch["input_ids"].flatten().unique().tolist()[-1] == 2**24 + 1
+        assert batch["w"].flatten().unique().tolist()[-2:] == [0.5, 1.0]
 
 
 def test_labels_of_tokens_stay_where_the_task_is_another() -> None:

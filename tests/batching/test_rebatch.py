@@ -13,6 +13,8 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -167,6 +169,9 @@ def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
     weighted = trained("length", loader(shuffle=False, sampler=WeightedRandomSampler(weights, 24)))
     assert set(weighted.epochs[0]) <= set(range(10))
     assert len(weighted.epochs[0]) == 24
+    for sampler in (RandomSampler(range(24)), SequentialSampler(range(24))):
+        batches: Any = rebatch(loader(shuffle=False, sampler=sampler), LengthBatching()).batch_sampler
+        assert sorted(index for batch in batches for index in batch) == list(range(24))
     dropped = trained("length", loader(batch_size=6, drop_last=True))
     assert len(dropped.epochs[0]) == 36
     workers = trained("length", loader(num_workers=1), max_epochs=1)
@@ -281,14 +286,19 @@ def test_lengths_are_found_where_they_are_cheapest() -> None:
     told.lengths = [10, 30]  # of another thing than the samples
     assert torch.equal(sample_lengths(told, "input_ids").lengths, expected)
 
-    class Noisy(Sequences):
+
+def test_making_batches_ready_draws_no_random_numbers() -> None:
+    class Noisy(Padded):
+        generator = torch.Generator()
+
         def __getitem__(self, index: int) -> Any:
+            torch.rand(3, generator=self.generator)
             torch.rand(3)
             return super().__getitem__(index)
 
-    before = torch.get_rng_state()
-    sample_lengths(Noisy())
-    assert torch.equal(torch.get_rng_state(), before)
+    before = torch.get_rng_state(), Noisy.generator.get_state()
+    rebatch(DataLoader(Noisy(), 2, collate_fn=PadCollator()), LengthBatching())
+    assert all(map(torch.equal, before, (torch.get_rng_state(), Noisy.generator.get_state())))
 
 
 def test_texts_are_sorted_by_their_characters() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from typing import Any, NamedTuple
 
@@ -30,6 +31,16 @@ def flat(batch: Any) -> Any:
 
 def numbers(first: int, count: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
     return DataLoader(range(first, first + count), batch_size, **options)  # type: ignore[arg-type]
+
+
+class Begun:
+    """Counts how often it is begun."""
+
+    times = 0
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        return iter(())
 
 
 class Unsized(IterableDataset[int]):
@@ -121,6 +132,13 @@ def test_lists_of_batches_and_limits() -> None:
     assert [batch for batch, _, _ in combined] == [0, 0]
     with refused(ValueError, says=("1 limits", "2 loaders")):
         combined.limits = [1]
+    # No batch more is fetched, and a loader without one is not begun.
+    begun = Begun()
+    batches = iter(range(5))
+    combined = CombinedLoader([begun, batches, range(2)], "sequential")
+    combined.limits = [0, 2, math.inf]
+    assert [batch for batch, _, _ in combined] == [0, 1, 0, 1]
+    assert (begun.times, next(batches)) == (0, 2)
 
 
 # -- exact resume

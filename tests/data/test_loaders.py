@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hasten.batching.samplers import LengthBatchSampler
 from hasten.data.loaders import prepare
 from hasten.data.resume.stream import Stream
 from hasten.seed import collect_rng_state, seed_everything
@@ -45,6 +47,32 @@ class Buckets(Sampler):
 class Endless(Sampler):
     def __iter__(self) -> Iterator[int]:
         return iter(DATA)
+
+
+class Cycling(Buckets):
+    """Has a length, and goes on after it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(5))
+
+
+class Told(Sampler):
+    """Gives the epoch that it was told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+class OwnBatches(BatchSampler):
+    """Batches that cannot be made of another sampler."""
 
 
 class Numbers(IterableDataset):
@@ -100,6 +128,32 @@ def test_overfitting_reads_in_order() -> None:
     assert [batch.tolist() for batch in prepared] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": SubsetRandomSampler(range(7))},
+        {"sampler": WeightedRandomSampler([1.0] * 7, 9, generator=torch.Generator().manual_seed(1))},
+        {"sampler": RandomSampler(range(7))},
+        {"sampler": DistributedSampler(range(7), 2, 1)},
+        {"sampler": Cycling()},
+        {"batch_sampler": BatchSampler(SubsetRandomSampler(range(7)), 2, drop_last=False)},
+        {"batch_sampler": Buckets()},
+        {"batch_sampler": LengthBatchSampler(DATA, 3, sampler=SubsetRandomSampler(range(7)))},
+    ],
+    ids=["subset", "weighted", "random", "distributed", "cycling", "batches", "own", "by length"],
+)
+@pytest.mark.filterwarnings("ignore:overfit_batches reads the same")
+def test_overfitting_reads_the_same_batches_in_each_epoch_and_in_validation(options: Any) -> None:
+    loader = DataLoader(DATA, **options)
+    train, validation = (prepare(loader, overfit=True) for _ in range(2))
+    epochs = [[batch.tolist() for batch in prepared] for prepared in (train, train, validation)]
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert max(samples([epochs[0]])) < 7 or isinstance(options.get("batch_sampler"), Buckets)
+    found = parts(loader, overfit=True)
+    assert parts(loader, overfit=True, epoch=1) == found
+    assert set(samples(found)) == {*samples([epochs[0]])}
+
+
 # -- training on several
 
 
@@ -130,18 +184,25 @@ def test_training_uses_the_same_sampler_as_a_hand_written_loop() -> None:
         SubsetRandomSampler([1, 3, 5, 7]),
         RandomSampler(DATA, replacement=True, num_samples=8),
         RandomSampler(DATA, num_samples=6),
+        RandomSampler(DATA[:4]),
+        SequentialSampler(DATA[:4]),
     ],
-    ids=["weighted", "subset", "replacement", "part"],
+    ids=["weighted", "subset", "replacement", "part", "first", "in order"],
 )
-def test_other_samplers_keep_what_they_choose(sampler: Any) -> None:
-    loader = DataLoader(DATA, batch_size=2, sampler=sampler)
+@pytest.mark.parametrize("batched", [False, True])
+def test_other_samplers_keep_what_they_choose(sampler: Any, batched: bool) -> None:
+    batches = {"batch_sampler": BatchSampler(sampler, 2, False)} if batched else {"batch_size": 2, "sampler": sampler}
+    loader = DataLoader(DATA, **batches)
     found = parts(loader)
     assert [len(part) for part in found] == [-(-len(sampler) // 4)] * 2
     assert len(samples(found)) == len(sampler)
     assert 10 not in samples(found) or not isinstance(sampler, WeightedRandomSampler)
     if isinstance(sampler, SubsetRandomSampler):
         assert samples(found) == [1, 3, 5, 7]
-    assert any(parts(loader, epoch=epoch) != found for epoch in range(1, 4))
+    if len(sampler) == 4 and not isinstance(sampler, SubsetRandomSampler):
+        assert samples(found) == [0, 1, 2, 3]
+    if not isinstance(sampler, SequentialSampler):
+        assert any(parts(loader, epoch=epoch) != found for epoch in range(1, 4))
 
 
 def test_batches_of_a_batch_sampler_stay_whole() -> None:
@@ -162,6 +223,20 @@ def test_a_sampler_without_length_cannot_be_divided() -> None:
         prepare(DataLoader(DATA, batch_size=1, sampler=Endless()), num_replicas=2, rank=0)
 
 
+def test_a_sampler_that_goes_on_after_its_length_is_refused_where_it_is_divided() -> None:
+    options: Any
+    for options in ({"sampler": Cycling()}, {"batch_sampler": LengthBatchSampler(DATA, 2, sampler=Cycling())}):
+        prepared = prepare(DataLoader(DATA, **options), num_replicas=2, rank=0)
+        with refused(ValueError, fix="__iter__", says=("Cycling", "length of 5")):
+            list(prepared)
+
+
+def test_a_sampler_inside_batches_of_ones_own_hears_of_the_epoch() -> None:
+    loader = DataLoader(DATA, batch_sampler=OwnBatches(Told(), 2, False))
+    assert parts(loader, epoch=3) == [[[3, 3]], [[3, 3]]]
+    assert parts(loader, epoch=4) == [[[4, 4]], [[4, 4]]]
+
+
 def test_splitting_leaves_the_random_generators_alone() -> None:
     prepared = prepare(DataLoader(DATA, batch_sampler=Buckets()), num_replicas=2, rank=0)
     before = collect_rng_state()
@@ -178,6 +253,13 @@ def test_loader_given_is_not_changed_and_its_class_is_kept(stage: str) -> None:
     assert prepared.folder == "here"
     assert prepared is not loader
     assert vars(loader) == before
+
+
+def test_workers_that_live_on_read_the_part_of_their_process() -> None:
+    loader = DataLoader(DATA, batch_size=2, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    prepared = prepare(loader, num_replicas=2, rank=1)
+    assert [batch.tolist() for batch in prepared] == [[1, 3], [5, 7], [9, 0]]
 
 
 # -- evaluation on several

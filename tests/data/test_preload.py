@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from hasten.data import ResidentLoader, preload
 from hasten.data.memory import shared
@@ -60,6 +60,14 @@ class Made(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return {"ids": torch.arange(index % 3), "text": "a" * index, "label": index}
+
+
+class Keeping(Made):
+    """Keeps the number of the sample that it has read."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.latest = index
+        return super().__getitem__(index)
 
 
 class Noted(Dataset[Any]):
@@ -133,7 +141,7 @@ def test_samples_are_those_of_the_dataset(data: Any) -> None:
 
 
 def test_the_dataset_is_read_once_and_its_samples_are_copies() -> None:
-    data = Made(6)
+    data = Keeping(6)
     held = preload(data)
     assert preload(data) is preload(held) is held
     assert held.classes == ("no", "yes")
@@ -146,6 +154,25 @@ def test_the_dataset_is_read_once_and_its_samples_are_copies() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert held[1][0].tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([0, 1, 2, 8], [0, 3, 4, 8]),
+        # Of so many indices, the attributes of a dataset show every second one.
+        ([*range(10_002)], [0, 3, 2, 1, *range(4, 10_002)]),
+    ],
+    ids=["folds", "long"],
+)
+def test_parts_of_a_dataset_with_equal_ends_have_their_own_samples(one: list[int], other: list[int]) -> None:
+    kept = [preload(Subset(range(10_002), indices)) for indices in (one, other)]  # type: ignore[arg-type]
+    assert [[held[place] for place in range(4)] for held in kept] == [one[:4], other[:4]]
+
+
+def test_tensors_with_equal_ends_have_their_own_samples() -> None:
+    kept = [preload(TensorDataset(torch.tensor([0, inside, 0]))) for inside in (1, 2)]
+    assert [held[1][0].item() for held in kept] == [1, 2]
 
 
 def test_a_reading_that_fails_leaves_nothing() -> None:

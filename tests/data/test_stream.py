@@ -331,6 +331,71 @@ def test_set_epoch_reaches_each_part_once() -> None:
     assert (dataset.epochs, sampler.epochs) == ((4,), (4,))
 
 
+class Own(DataLoader):
+    """Changes batches by the epoch, and joins one more itself."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.collate_fn([7])
+        for batch in super().__iter__():
+            yield batch + 10 * self.epoch
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_changes_of_a_loader_reach_its_next_epoch(options: Any) -> None:
+    loader = Own([1, 2], batch_size=2, **options)
+    stream = Stream(loader)
+    epochs = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        if epoch == 2:
+            loader.collate_fn = sum  # type: ignore[assignment]
+        epochs.append([batch.tolist() if torch.is_tensor(batch) else batch for batch, _ in stream.batches()])
+    stream.close()
+    # Workers that live on keep what they began with.
+    latest = [7, [21, 22]] if stream.loader.persistent_workers else [7, 23]
+    assert epochs == [[[7], [1, 2]], [[7], [11, 12]], latest]
+
+
+class Dated(Dataset):
+    """Has the epoch in its samples."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_persistent_workers_have_the_epoch_of_a_dataset_that_is_told_it() -> None:
+    def dated() -> Stream:
+        return Stream(DataLoader(Dated(), num_workers=1, persistent_workers=True))
+
+    def read(stream: Stream, epoch: int) -> list[int]:
+        stream.set_epoch(epoch)
+        return [batch.item() for batch, _ in stream.batches()]
+
+    with warned(UserWarning, fix="persistent_workers=False", says="Dated"):
+        stream = dated()
+    assert [read(stream, epoch) for epoch in range(2)] == [[0] * 3, [1] * 3]
+    stream.set_epoch(2)
+    batches = stream.batches()
+    next(batches)
+    again = dated()
+    again.load_state_dict(stream.state_dict(1))
+    batches.close()
+    assert [batch.item() for batch, _ in again.batches()] == [2, 2]
+
+
 # -- the end of things
 
 

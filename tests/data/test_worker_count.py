@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from multiprocessing import Value
@@ -83,7 +84,9 @@ def test_what_was_found_is_remembered_for_the_same_data_only(
         return {0: 100.0, 5: 10.0}, ""
 
     def found(milliseconds: float) -> DataLoader[Any]:
-        return auto_workers(DataLoader(Slow(milliseconds), 4))
+        data: Any = Slow(milliseconds)
+        data.dataset = 3  # A name of its own.
+        return auto_workers(DataLoader(data, 4))
 
     monkeypatch.setattr("hasten.data.worker_count.measure", measure)
     assert [found(each).num_workers for each in (5.0, 5.0, 0.0)] == [5, 5, 5]
@@ -112,6 +115,12 @@ def test_what_fails_is_reported_by_the_run() -> None:
     with refused(TypeError, "num_workers", fix="num_workers=2"):
         quiet(num_workers=2).fit(Classifier(), list(loader(8)))
     quiet(num_workers=0).fit(Classifier(), list(loader(8)))
+
+
+def test_a_worker_that_runs_the_program_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with refused(RuntimeError, "num_workers", fix='if __name__ == "__main__":'):
+        auto_workers(DataLoader(Slow(0.0)))
 
 
 def test_a_number_changes_neither_weights_nor_the_loader() -> None:

@@ -172,3 +172,9 @@ def test_groups_can_be_added() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "algorithm": "muon"})
     with refused(ValueError, fix="'muon'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "algorithm": "adam"})
+    # Groups need no names.
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
+    by_hand = type(optimizer)([{"params": [matrix], "algorithm": "muon"}, {"params": [vector], "algorithm": "adamw"}])
+    vector.grad = torch.ones(3)
+    by_hand.step()
+    assert vector.max() < 1

@@ -69,7 +69,7 @@ def fields_over_tokens(
         multiprocessing_context=loader.multiprocessing_context,
         worker_init_fn=loader.worker_init_fn,
     )
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), preserve(loader.dataset, collate_fn):
         for batch in batches:
             fields = fields_of(batch) or {}
             mask = mask_in(fields, mask_key)

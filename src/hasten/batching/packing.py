@@ -14,8 +14,10 @@ from hasten._lib.errors import make_error
 from hasten.batching.pad import (
     IGNORED_LABEL,
     MASK_KEY,
+    check_same_fields,
     default_padding,
     is_sequence,
+    of_one_type,
     rounded_up,
     sequence_key,
     tensor_of,
@@ -38,14 +40,16 @@ def pack(
     Args:
         samples: dicts with ``input_ids`` (or another sequence, see :class:`~hasten.batching.pad.PadCollator`), or
             sequences of tokens themselves. Fields as long as the sequence are packed with it; the others are
-            stacked, one entry for each document, in the documents' order.
+            stacked, one entry for each document, in the documents' order. Where an ``attention_mask`` has 0, at the
+            beginning or end of a sample, is padding, which is left out.
         max_length: tokens of a row; None puts everything into one row. The samples' order is kept if it needs no
             more rows than another.
         rows: rows of the batch, filled up with empty ones, so that all batches have the same shape.
         next_token: the model predicts each token from those before: ``labels`` are the tokens themselves if a
             sample has none, and the first of each document is -100, so that no loss crosses from one to the next
             (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels unchanged.
-        padding: padding value at the end of a row, by field; by default -100 for labels, else 0.
+        padding: padding value at the end of a row, by field; by default -100 for labels, else 0. Whole numbers of a
+            type that cannot hold it, such as labels of type bool, become int64.
         multiple_of: without ``max_length``, the tokens of the row are a multiple of this.
 
     Returns:
@@ -62,7 +66,8 @@ def pack(
         - ``document_order``, ``(documents,)`` int64: which of ``samples`` each document is.
 
     Raises:
-        ValueError: a sample is longer than ``max_length``, or more rows are needed than ``rows``.
+        ValueError: a sample is longer than ``max_length``, more rows are needed than ``rows``, samples have other
+            fields, or fields of other sizes, than the first one, or a mask has 0 between tokens.
         TypeError: a sample has no sequence.
 
     Example::
@@ -80,21 +85,31 @@ def pack(
     if not samples:
         raise ValueError("pack(): there are no samples.")
     fields = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
-    main = sequence_key(fields[0])
+    check_same_fields("pack()", fields)
     columns = {
         key: [tensor_of(each[key], f"pack(): the field {key!r} of sample {place}") for place, each in enumerate(fields)]
         for key in fields[0]
     }
+    masks = columns.pop(MASK_KEY, None)
+    main = sequence_key({key: values[0] for key, values in columns.items()})
     lengths = list(map(len, columns[main]))
+    packed_keys = [
+        key for key, values in columns.items() if all(map(is_sequence, values)) and list(map(len, values)) == lengths
+    ]
+    if masks is not None:
+        used = [_used(mask, length, place) for place, (mask, length) in enumerate(zip(masks, lengths, strict=True))]
+        for key in packed_keys:
+            columns[key] = [value[part] for value, part in zip(columns[key], used, strict=True)]
+        lengths = list(map(len, columns[main]))
     layout, width = _layout(lengths, max_length, rows, multiple_of)
     order = [place for row in layout for place in row]
     batch: dict[str, Any] = {}
-    packed_keys = []
-    columns.pop(MASK_KEY, None)
     for key, values in columns.items():
-        if all(map(is_sequence, values)) and list(map(len, values)) == lengths:
-            packed_keys.append(key)
-            batch[key] = _laid_out(values, layout, width, (padding or {}).get(key, default_padding(key)))
+        is_packed = key in packed_keys
+        _check_shapes(key, [value.shape[is_packed:] for value in values], main)
+        if is_packed:
+            value = (padding or {}).get(key, default_padding(key))
+            batch[key] = _laid_out(of_one_type(values, value), layout, width, value)
         else:
             batch[key] = torch.stack([values[place] for place in order])
     batch["position_ids"] = _laid_out([torch.arange(length) for length in lengths], layout, width, 0)
@@ -108,6 +123,30 @@ def pack(
     batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
     batch["document_order"] = torch.tensor(order, dtype=torch.int64)
     return batch
+
+
+def _used(mask: Tensor, length: int, place: int) -> slice:
+    """Return the part of a sample that its mask does not call padding, which is at either end."""
+    found = mask.flatten().nonzero().flatten().tolist()
+    if mask.shape != (length,) or (found and found[-1] - found[0] >= len(found)):
+        what = "leaves out tokens between others" if mask.shape == (length,) else f"has the shape {tuple(mask.shape)}"
+        raise make_error(
+            ValueError,
+            f"pack(): the {MASK_KEY!r} of sample {place}, which has {length} tokens, {what}.",
+            fix="Give 1 for each token, with 0 for padding before or after them only.",
+        )
+    return slice(found[0], found[-1] + 1) if found else slice(0)
+
+
+def _check_shapes(key: Any, shapes: list[torch.Size], main: Hashable) -> None:
+    for place, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise make_error(
+                ValueError,
+                f"pack(): the field {key!r} has the size {tuple(shapes[0])} in sample 0, and {tuple(shape)} in sample "
+                f"{place}.",
+                fix=f"Give all the same size, or one that is as long as {main!r} in each sample.",
+            )
 
 
 def _bounds(lengths: list[int], layout: list[list[int]], width: int) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -35,12 +36,13 @@ IGNORED_LABEL = -100
 _T = TypeVar("_T")
 
 
-def _check_same_fields(rows: Sequence[Mapping[Any, Any]]) -> None:
+def check_same_fields(owner: str, rows: Sequence[Mapping[Any, Any]]) -> None:
+    """Check that the samples of a batch have the fields of its first one."""
     for place, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise make_error(
                 ValueError,
-                f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}.",
+                f"{owner}: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}.",
                 fix="Give all samples of a dataset the same fields.",
             )
 
@@ -135,7 +137,7 @@ class PadCollator:
         if fields_of(samples[0]) is None:
             return join(self._pad_field(None, samples, self.multiple_of))
         rows = [fields_of(sample) or {} for sample in samples]
-        _check_same_fields(rows)
+        check_same_fields("PadCollator", rows)
         columns = {key: [row[key] for row in rows] for key in rows[0]}
         is_mapping = isinstance(samples[0], Mapping)
         if is_mapping and self.tokenizer is not None:
@@ -193,6 +195,7 @@ class PadCollator:
         ]
         width = rounded_up(max(map(len, tensors)), multiple_of)
         padding = self.padding.get(key, default_padding(key))
+        tensors = of_one_type(tensors, padding)
         return [pad_to(tensor, width, padding, dim=0, side=self.side) for tensor in tensors]
 
 
@@ -235,6 +238,16 @@ def tensor_of(value: object, name: str) -> Tensor:
             f"{name} is a {type(value).__name__} that cannot become a tensor ({error}).",
             fix="Turn text into tokens first, and leave other fields out.",
         ) from error
+
+
+def of_one_type(tensors: Sequence[Tensor], padding: float) -> list[Tensor]:
+    """Return the tensors of a field in a type for all of them, which for whole numbers holds the padding too."""
+    # An empty list is a tensor of floats.
+    kinds = {tensor.dtype for tensor in tensors if tensor.numel()} or {tensors[0].dtype}
+    dtype, value = functools.reduce(torch.promote_types, kinds), torch.as_tensor(padding)
+    if not (dtype.is_floating_point or dtype.is_complex) and value.to(dtype) != value:
+        dtype = torch.promote_types(dtype, value.dtype)
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def like(sample: _T, fields: Mapping[Any, object]) -> _T:

@@ -29,7 +29,14 @@ from hasten.batching.pad import (
 )
 from hasten.batching.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
 from hasten.batching.samplers import LengthBatchSampler, PlannedBatches, TokenBatchSampler
-from hasten.data.loader_parts import check_dataloader, is_plain_shuffle, required_in_training, with_attributes
+from hasten.data.loader_parts import (
+    check_dataloader,
+    required_in_training,
+    sampler_of,
+    takes_each_once,
+    with_attributes,
+)
+from hasten.data.memory.dataset_parts import preserve
 from hasten.seed import isolate_rng
 
 # Without a compiler, shapes cost nothing, and multiples of 8 tokens suit tensor cores and vector units.
@@ -236,7 +243,7 @@ def _joining(
     collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
     if collate_fn is not default_collate and not isinstance(collate_fn, PadCollator):
         return collate_fn
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), preserve(loader.dataset):
         samples = [loader.dataset[index] for index in spread(found.lengths, FEW_SAMPLES)]
     if collate_fn is default_collate:
         # If torch cannot join them, there would be no batch of more than one sample without padding.
@@ -308,9 +315,8 @@ def _reordered(
     name: str,
 ) -> DataLoader[Any]:
     """Return the loader with batches of samples of like length."""
-    sampler, batches = loader.sampler, cast(Any, loader.batch_sampler)
-    in_order = type(sampler) is SequentialSampler
-    plain = in_order or is_plain_shuffle(sampler)
+    sampler, batches = sampler_of(loader), cast(Any, loader.batch_sampler)
+    in_order, plain = type(sampler) is SequentialSampler, takes_each_once(loader)
     options: dict[str, Any] = {
         "drop_last": batches.drop_last,
         "generator": getattr(sampler, "generator", None) if plain else None,

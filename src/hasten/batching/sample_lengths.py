@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.batching.pad import MASK_KEY, extents, fields_of, is_mask, is_sequence, sequence_key
+from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.resident import users_dataset
 from hasten.seed import isolate_rng
 
@@ -41,9 +42,9 @@ def sample_lengths(dataset: object, key: Hashable = None, *, name: str = "the da
     """Return the length of every sample of a map-style dataset.
 
     Looked for in this order: the result of an earlier call; an attribute ``lengths`` of the dataset; tensors of a
-    ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. The random state does not
-    change. A sample's length is the length of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
-    sequence, or the number of characters of its text.
+    ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. Random states, the dataset's
+    own too, do not change. A sample's length is the length of its ``attention_mask`` up to its last 1, of its
+    ``input_ids`` or another sequence, or the number of characters of its text.
 
     Raises:
         LengthsNotFoundError: nothing about the samples shows a length.
@@ -132,7 +133,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
     in_tokens = True
     # Fields that were masks in all samples so far, and the length of each mask.
     masks: dict[Any, list[int]] = {}
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), preserve(dataset):
         for index in range(len(dataset)):
             sample = dataset[index]
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +11,12 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Sampler
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten.batching.pad import MOST_TOKENS, all_rounded_up, check_lengths, check_multiple_of, widths_for
-from hasten.data.loader_parts import drawn_generator, shared_random_numbers
+from hasten.data.loader_parts import drawn, drawn_generator, drawn_once, order_seed, shared_random_numbers
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
 GRAIN = 32
@@ -163,7 +162,7 @@ class PlannedBatches(Sampler[list[int]]):
         return getattr(self, "rank", 0)
 
     def _seed(self) -> int:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        return order_seed(self.seed)
 
     def _generator(self) -> torch.Generator:
         if self.generator is not None:
@@ -286,8 +285,7 @@ class LengthBatchSampler(PlannedBatches):
 
     def unshuffled(self) -> LengthBatchSampler:
         new = super().unshuffled()
-        if isinstance(self.sampler, RandomSampler):
-            new.sampler = SequentialSampler(self.sampler.data_source)
+        new.sampler = None if self.sampler is None else drawn_once(self.sampler, self._seed())
         return new
 
     def __len__(self) -> int:
@@ -322,7 +320,7 @@ class LengthBatchSampler(PlannedBatches):
 
     def _order(self, generator: torch.Generator | None) -> Tensor:
         if self.sampler is not None:
-            order = torch.tensor(list(self.sampler), dtype=torch.int64)
+            order = torch.tensor(drawn(self.sampler), dtype=torch.int64)
             if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.lengths):
                 raise make_error(
                     IndexError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -123,7 +125,8 @@ class CombinedLoader:
     def __iter__(self) -> Self:
         # Workers start now: in sequential mode only for the first loader, else for all.
         if self._mode == "sequential":
-            self._running = self._sequential(iter(self._leaves[0]) if self._leaves else None)
+            starts = self._leaves and (self._limits is None or self._limits[0] != 0)
+            self._running = self._sequential(iter(self._leaves[0]) if starts else None)
         else:
             self._running = self._side_by_side([iter(leaf) for leaf in self._leaves])
         return self
@@ -142,12 +145,13 @@ class CombinedLoader:
         return {**vars(self), "_running": None}
 
     def _sequential(self, first: Iterator[Any] | None) -> Iterator[tuple[Any, int, int]]:
-        for loader_idx, leaf in enumerate(self._leaves):
-            limit = None if self.limits is None else self.limits[loader_idx]
+        limits = self._limits or [None] * len(self._leaves)
+        for loader_idx, (leaf, limit) in enumerate(zip(self._leaves, limits, strict=True)):
+            if limit == 0:
+                continue  # Its workers need not start.
+            stop = None if limit is None or math.isinf(limit) else math.ceil(limit)
             batches, first = (leaf if first is None else first), None
-            for batch_idx, batch in enumerate(batches):
-                if limit is not None and batch_idx >= limit:
-                    break
+            for batch_idx, batch in enumerate(itertools.islice(batches, stop)):
                 yield batch, batch_idx, loader_idx
 
     def _side_by_side(self, iterators: list[Iterator[Any]]) -> Iterator[tuple[Any, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.data.memory.dataset_parts import preserve
 from hasten.extend.origin import comes_from
 from hasten.seed import isolate_rng
 
@@ -28,8 +30,9 @@ def with_attributes(loader: _Loader, **attributes: object) -> _Loader:
     Building a new one from its arguments would fail for subclasses with another ``__init__``.
     """
     new = copy.copy(loader)
-    # Not setattr: DataLoader forbids changing some attributes once it is built, and this copy is new.
-    new.__dict__.update(attributes)
+    # Not setattr: DataLoader forbids changing some attributes once it is built, and this copy is new. Persistent
+    # workers, behind ``_iterator``, read what the original reads.
+    new.__dict__.update({"_iterator": None, **attributes})
     return new
 
 
@@ -91,6 +94,22 @@ def samplers_of(loader: Iterable[Any]) -> list[Any]:
     return [sampler for sampler in found if sampler is not None]
 
 
+def _all_samplers_of(loader: Iterable[Any]) -> list[Any]:
+    """Return ``samplers_of(loader)`` and those inside: a ``ShardSampler`` hides the user's samplers."""
+    found = samplers_of(loader)
+    for each in (*found,):
+        if (inner := getattr(each, "sampler", None)) is not None:
+            found.append(inner)
+    return found
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that chooses the samples of a loader."""
+    batches = loader.batch_sampler
+    # A loader that is given its batches makes another sampler too, and does not use it.
+    return batches.sampler if type(batches) is BatchSampler else loader.sampler
+
+
 def index_sampler(loader: DataLoader[Any]) -> tuple[str, Any]:
     """Return the sampler that a loader takes its indices from, and the attribute that holds it."""
     batches = loader.batch_sampler
@@ -105,18 +124,14 @@ def stateful_sampler(loader: DataLoader[Any]) -> Sampler[Any] | None:
 
 def generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
     """Return the generators that the user gave to a loader and its samplers, each once."""
-    owners = [loader, *samplers_of(loader)]
-    # Those inside too: a ``ShardSampler`` hides the user's sampler.
-    owners += [inner for owner in owners[1:] if (inner := getattr(owner, "sampler", None)) is not None]
-    found = [getattr(owner, "generator", None) for owner in owners]
+    found = [getattr(owner, "generator", None) for owner in (loader, *_all_samplers_of(loader))]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def epoch_setters(loader: Iterable[Any]) -> list[Any]:
     """Return the parts of a loader that have ``set_epoch``, each once."""
-    parts = (loader, *samplers_of(loader), getattr(loader, "dataset", None))
-    found = [each for each in parts if callable(getattr(each, "set_epoch", None))]
-    return list({id(each): each for each in found}.values())
+    parts = (loader, *_all_samplers_of(loader), getattr(loader, "dataset", None))
+    return list({id(each): each for each in parts if callable(getattr(each, "set_epoch", None))}.values())
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -134,6 +149,46 @@ def is_plain_shuffle(sampler: object) -> bool:
     if not isinstance(sampler, RandomSampler) or type(sampler) is not RandomSampler or sampler.replacement:
         return False
     return sampler.num_samples == len(sampler.data_source)
+
+
+def takes_each_once(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader reads every sample of its dataset once, in order or as ``shuffle=True`` does."""
+    sampler = sampler_of(loader)
+    is_plain = type(sampler) is SequentialSampler or is_plain_shuffle(sampler)
+    # The sampler may choose from fewer samples than there are.
+    return is_plain and length_of(sampler.data_source) == length_of(cast(Any, loader.dataset))
+
+
+def drawn(sampler: Iterable[Any]) -> list[Any]:
+    """Return all that a sampler gives in an epoch.
+
+    Raises:
+        ValueError: it goes on after its length.
+
+    """
+    count = len(cast(Any, sampler))
+    # Some samplers give more than their length.
+    items = list(itertools.islice(sampler, 2 * count + 1))
+    if len(items) > 2 * count:
+        raise make_error(
+            ValueError,
+            f"the sampler {type(sampler).__name__} goes on after its length of {count}, so an epoch of it cannot be "
+            "laid out.",
+            fix="End its __iter__ after an epoch.",
+        )
+    return items
+
+
+def drawn_once(sampler: Iterable[Any], seed: int) -> Iterable[Any]:
+    """Return a sampler that gives the same in each epoch: in order what was shuffled, else what is drawn now."""
+    if isinstance(sampler, RandomSampler):
+        return SequentialSampler(sampler.data_source)
+    count = length_of(sampler)
+    if count is None or type(sampler) is SequentialSampler:
+        return sampler
+    # Training and validation on the same loader draw the same.
+    with shared_random_numbers(seed), preserve(sampler):
+        return list(itertools.islice(sampler, count))
 
 
 def check_dataloader(
@@ -250,7 +305,7 @@ class ShardSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         with shared_random_numbers(self.seed + self.epoch):
-            items = list(self.sampler)
+            items = drawn(self.sampler)
         if self.repeat and items:
             items = list(itertools.islice(itertools.cycle(items), self._rounded_up(len(items))))
         return iter(items[self.rank :: self.num_replicas])
@@ -275,6 +330,11 @@ def shared_random_numbers(seed: int) -> Iterator[None]:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         yield
+
+
+def order_seed(seed: int | None) -> int:
+    """Return the seed of an order: the one that is given, else that of ``seed_everything``."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
 def drawn_generator() -> torch.Generator:

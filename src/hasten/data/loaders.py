@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import reprlib
-from collections.abc import Iterable, Sized
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from hasten._lib import tree
 from hasten._lib.errors import MisconfigurationException, WrongType
@@ -19,10 +18,13 @@ from hasten.batching.samplers import PlannedBatches
 from hasten.data.divided import divided
 from hasten.data.loader_parts import (
     ShardSampler,
+    drawn_once,
     is_iterable,
-    is_plain_shuffle,
     length_of,
+    order_seed,
+    sampler_of,
     samplers_of,
+    takes_each_once,
     with_attributes,
 )
 from hasten.data.memory.resident import users_dataset
@@ -74,18 +76,19 @@ def prepare(
         _report_empty(loader, name)
     if not isinstance(loader, DataLoader):
         return loader
-    train = stage == "train"
-    if overfit:
-        loader = _unshuffled(loader, name)
     loader = _undropped(loader) if stage == "predict" else loader
-    if num_replicas == 1:
+    if num_replicas == 1 and not overfit:
         return loader
+    train = stage == "train"
+    seed = order_seed(seed)
+    # An order that is drawn once does not tell that it is one process's part.
+    is_divided = _is_divided(loader, num_replicas)
+    if overfit:
+        loader = _unshuffled(loader, name, seed)
     if train and rank and loader.num_workers:
         loader = with_attributes(loader, worker_init_fn=SeedByRank(loader.worker_init_fn, rank))
-    if _is_distributed(loader):
+    if is_divided:
         return loader
-    if seed is None:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
     if is_iterable(loader):
         return divided(loader, num_replicas, rank, name=name, seed=seed)
     return _shard(loader, num_replicas, rank, seed, train=train, shuffle=shuffle and not overfit)
@@ -100,17 +103,21 @@ def _undropped(loader: DataLoader[Any]) -> DataLoader[Any]:
     return with_attributes(loader, batch_sampler=whole, drop_last=False)
 
 
-def _unshuffled(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
-    """Return a loader that reads the samples in the same order in each epoch."""
-    if isinstance(loader.batch_sampler, PlannedBatches):
-        return with_attributes(loader, batch_sampler=loader.batch_sampler.unshuffled())
-    if not isinstance(loader.sampler, RandomSampler):
+def _unshuffled(loader: DataLoader[Any], name: str, seed: int) -> DataLoader[Any]:
+    """Return a loader that reads the same samples in the same order in each epoch."""
+    batches, sampler = loader.batch_sampler, sampler_of(loader)
+    if isinstance(batches, PlannedBatches):
+        return with_attributes(loader, batch_sampler=batches.unshuffled())
+    if is_iterable(loader):
         return loader
-    rank_zero_warn(
-        f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off.",
-        fix="Use shuffle=False there to avoid this warning.",
-    )
-    return _with_sampler(loader, SequentialSampler(cast("Sized", loader.dataset)))
+    if batches is not None and type(batches) is not BatchSampler:
+        return with_attributes(loader, batch_sampler=drawn_once(batches, seed))
+    if isinstance(sampler, RandomSampler):
+        rank_zero_warn(
+            f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off.",
+            fix="Use shuffle=False there to avoid this warning.",
+        )
+    return _with_sampler(loader, drawn_once(sampler, seed))
 
 
 def _shard(
@@ -123,12 +130,10 @@ def _shard(
     if batches is not None and type(batches) is not BatchSampler:
         shard = ShardSampler(batches, num_replicas, rank, seed=seed, repeat=train)
         return with_attributes(loader, batch_sampler=shard)
-    sampler: Any = loader.sampler
-    shuffles = is_plain_shuffle(sampler) and sampler.generator is None
-    if train and (shuffles or type(sampler) is SequentialSampler):
-        return _with_sampler(
-            loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffles or shuffle, seed=seed)
-        )
+    sampler = sampler_of(loader)
+    if train and takes_each_once(loader) and getattr(sampler, "generator", None) is None:
+        shuffle = shuffle or type(sampler) is RandomSampler
+        return _with_sampler(loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffle, seed=seed))
     return _with_sampler(loader, ShardSampler(sampler, num_replicas, rank, seed=seed, repeat=train))
 
 
@@ -149,9 +154,12 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return with_attributes(loader, **changed)
 
 
-def _is_distributed(loader: DataLoader[Any]) -> bool:
+def _is_divided(loader: DataLoader[Any], num_replicas: int) -> bool:
+    """Return whether a loader reads one process's part of the samples already."""
     samplers = samplers_of(loader)
-    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers)
+    return num_replicas == 1 or any(
+        hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers
+    )
 
 
 def _check_iterable(loader: Any, name: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import math
+import multiprocessing
 import operator
 import os
 import platform
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.files import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.loader_parts import check_dataloader, length_of, required_in_training, shut_down, with_attributes
@@ -60,6 +62,7 @@ def auto_workers(loader: _T, *, seconds: float = 4.0, stage: str = "train", name
     Raises:
         TypeError: it is not a ``DataLoader``, or its dataset is an ``IterableDataset``.
         ValueError: ``seconds`` is not positive.
+        RuntimeError: workers are spawned, and the program is not under ``if __name__ == "__main__":``.
 
     Example::
 
@@ -99,7 +102,7 @@ def with_workers(loader: _T, num_workers: int, *, stage: str = "validate", name:
         check_dataloader(loader, f"num_workers={num_workers}", name, batches=False, iteration=False)
     if not isinstance(loader, DataLoader) or loader.num_workers == num_workers:
         return loader
-    changed: dict[str, Any] = {"num_workers": num_workers, "_iterator": None}
+    changed: dict[str, Any] = {"num_workers": num_workers}
     if num_workers == 0:
         changed |= WITHOUT_WORKERS
     elif loader.prefetch_factor is None:
@@ -159,6 +162,14 @@ def _nothing() -> None:
 
 def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict[int, float], str]:
     """Return the seconds of an epoch for each number of workers worth a look, and what went wrong."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # Processes cannot be started here. Going on without would train in the worker of another process.
+        raise make_error(
+            RuntimeError,
+            "num_workers='auto': a worker process that is spawned runs the program again.",
+            fix='Put what the program does under `if __name__ == "__main__":`.',
+            argument="num_workers",
+        )
     costs: dict[int, float] = {}
     with isolate_rng(include_cuda=False):
         if loader.batch_sampler is None:
@@ -229,7 +240,6 @@ def _pace(
         persistent_workers=False,
         pin_memory=False,
         generator=None,
-        _iterator=None,
         check_worker_number_rationality=_nothing,
     )
     if number:
@@ -272,7 +282,7 @@ def _key(loader: DataLoader[Any]) -> str:
     """Return a hash of what decides how fast a loader is: its data, their code and the machine."""
     parts: list[Any] = [platform.node(), os.cpu_count(), torch.__version__, os.environ.get("LOCAL_WORLD_SIZE")]
     dataset: Any = loader.dataset
-    while dataset is not None:
+    while length_of(dataset) is not None:
         # The same class reads one folder or another, small images or large ones.
         attributes = getattr(dataset, "__dict__", {})
         parts += [_code_of(type(dataset)), len(dataset)]

@@ -120,7 +120,7 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
         if entry is None:
             continue
         if item.get("monitor") is not None:
-            entry = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
+            entry = _scheduler_entry(entry, where)
             entry.setdefault("monitor", item["monitor"])
         schedulers.append(entry)
     return optimizers, schedulers
@@ -135,10 +135,8 @@ def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> Non
         rank_zero_warn(f"{message} It is ignored.", category=RuntimeWarning)
 
 
-def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> LRSchedulerConfig:
-    if isinstance(entry, LRSchedulerConfig):
-        return entry
-    entry = _scheduler_entry(entry, where)
+def _scheduler(returned: Any, where: str, *, automatic: bool, needs_step: bool) -> LRSchedulerConfig:
+    entry = _scheduler_entry(returned, where)
     scheduler = entry["scheduler"]
     if needs_step:
         monitors = entry.get("reduce_on_plateau") or isinstance(scheduler, ReduceLROnPlateau)
@@ -156,7 +154,7 @@ def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> 
             fix="Call scheduler.step() where it is due.",
             category=RuntimeWarning,
         )
-    config = LRSchedulerConfig(**entry)
+    config = returned if isinstance(returned, LRSchedulerConfig) else LRSchedulerConfig(**entry)
     _check_interval(config, where)
     if automatic and isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
         rank_zero_warn(
@@ -174,7 +172,9 @@ def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> 
 
 
 def _scheduler_entry(entry: Any, where: str) -> dict[str, Any]:
-    """Return a scheduler, or a dict with one, as a dict with known keys only."""
+    """Return a scheduler, or a config or dict with one, as a dict of what is given, with known keys only."""
+    if isinstance(entry, LRSchedulerConfig):
+        return {each.name: value for each in fields(entry) if (value := getattr(entry, each.name)) != each.default}
     if not isinstance(entry, Mapping):
         entry = {"scheduler": entry}
     unknown = [key for key in entry if key not in _SCHEDULER_KEYS]

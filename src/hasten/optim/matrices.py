@@ -129,7 +129,8 @@ class MuonAdamW(Optimizer):
             raise make_error(
                 ValueError, f"MuonAdamW: a group has algorithm={algorithm!r}.", fix="Use 'muon' or 'adamw'."
             )
-        if self.param_groups and (plain := _without_names(param_group["params"])) is not None:
+        has_names = bool(self.param_groups) and "param_names" in self.param_groups[0]
+        if has_names and (plain := _without_names(param_group["params"])) is not None:
             # Either all groups of an optimizer have names, or none.
             start = sum(len(group["params"]) for group in self.param_groups)
             param_group["params"] = [(f"added.{start + i}", p) for i, p in enumerate(plain)]

@@ -6,7 +6,7 @@ import functools
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -14,6 +14,7 @@ from hasten._lib import check
 from hasten._lib.device import free_cached_memory, is_host
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
+from hasten.data.loader_parts import length_of, sampler_of
 from hasten.data.memory.read import available_bytes
 from hasten.elsewhere import conventions
 from hasten.loops.micro_batches import check_rebatched
@@ -24,8 +25,6 @@ from hasten.tuner.probe import ProbeRun
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
-    from collections.abc import Sized
-
     from hasten.loops.run import Run
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
@@ -219,7 +218,8 @@ class Search:
             if not conventions.current().mistakes_are_warnings:
                 raise MisconfigurationException(what, fix=fix)
             warn_once("a loader without the batch size", what, fix=fix)
-        counts = [_samples_of(loader) for loader in loaders if not sizes or not follows or _size_of(loader) == size]
+        chosen = [loader for loader in loaders if not sizes or not follows or _size_of(loader) == size]
+        counts = [length_of(sampler_of(loader)) for loader in chosen]
         known = [count for count in counts if count is not None]
         if known and len(known) == len(counts):
             self._samples = max(known)
@@ -229,13 +229,6 @@ def _size_of(loader: DataLoader[Any]) -> int | None:
     """Return the size of a loader's batches; None if its batch sampler has no ``batch_size``."""
     size = loader.batch_size
     return size if size is not None else getattr(loader.batch_sampler, "batch_size", None)
-
-
-def _samples_of(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(cast("Sized", loader.sampler))
-    except (TypeError, NotImplementedError):
-        return None
 
 
 # -- Trainer(batch_size="auto")

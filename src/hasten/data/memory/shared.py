@@ -22,10 +22,11 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.data.memory.dataset_parts import comparable
 from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, gigabytes, kind_of, of_tensors, pickled
 from hasten.extend.origin import full_name
 from hasten.machine.cluster import name_of_job
@@ -126,7 +127,7 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read.
-        name: distinguishes datasets of a program whose length, type and first and last samples are the same.
+        name: distinguishes datasets of a program that differ only in their code, or inside large tensors and lists.
 
     Raises:
         TypeError: the dataset has no samples by number.
@@ -151,6 +152,9 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(data):
         reader.read()  # Raises if the dataset cannot be held for another reason.
         raise make_error(ValueError, f"preload: {shown} is empty.", argument="preload")
+    # Reading may have changed the dataset, such as by a cache, and so its key.
+    if (held := next((each for each in _of_this_process.values() if each.dataset is dataset), None)) is not None:
+        return held
     key = _key(data, name)
     if key in _of_this_process:
         return _of_this_process[key]
@@ -209,11 +213,12 @@ def _read(reader: DatasetReader) -> tuple[list[SharedFile], Kind | None]:
 
 def _key(dataset: Any, name: str | None) -> str:
     """Return a hash that identifies this dataset within the program, the same in all processes."""
+    # Parts of a split may have the same ends, and of long lists ``comparable`` reads some elements.
+    chosen = list(dataset.indices) if isinstance(dataset, Subset) else None
+    text = f"{full_name(type(dataset))} {len(dataset)} {name} {comparable(dataset)}"
     with isolate_rng(include_cuda=False):
-        ends = pickled([dataset[0], dataset[len(dataset) - 1]], identical=True)
-    kind = type(dataset)
-    text = f"{full_name(kind)} {len(dataset)} {name}"
-    return hashlib.sha256(text.encode() + ends).hexdigest()[:24]
+        samples = pickled([chosen, dataset[0], dataset[len(dataset) - 1]], identical=True)
+    return hashlib.sha256(text.encode() + samples).hexdigest()[:24]
 
 
 def _start_time(pid: int) -> int | None:

@@ -21,6 +21,7 @@ from hasten.data.divided import share_of, users_dataset
 from hasten.data.loader_parts import (
     has_state,
     index_sampler,
+    is_hugging_face,
     is_iterable,
     overrides_iter,
     shut_down,
@@ -46,7 +47,7 @@ def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
     if has_state(loader):
         return StatefulSource(loader)
     if isinstance(loader, DataLoader):
-        return WorkerSource(loader) if loader.num_workers > 0 else InProcessSource(loader)
+        return WorkerSource(loader, trains=replays) if loader.num_workers > 0 else InProcessSource(loader)
     # A list draws no random numbers, and without resuming the draws do not matter.
     return BatchSource(loader, replays=replays and not isinstance(loader, (list, tuple)))
 
@@ -247,6 +248,26 @@ class InProcessSource(_DataLoaderSource):
         return self._place(number) + ("" if found is None else f", sample {found}")
 
 
+# What a loader whose workers send their states has of its own, or cannot change any more.
+_KEPT = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn", "num_workers", "prefetch_factor", "_iterator")
+
+
+def _needs_new_workers(loader: DataLoader[Any]) -> bool:
+    """Return whether persistent workers have to begin anew in each epoch, for their dataset to know which it is."""
+    dataset = users_dataset(loader)
+    # Those of Hugging Face have the epoch in memory that all processes share.
+    if not callable(getattr(dataset, "set_epoch", None)) or is_hugging_face(dataset):
+        return False
+    kind = type(dataset).__name__
+    warn_once(
+        f"set-epoch-{kind}",
+        f"the workers of the loader of {kind} start anew in each epoch: persistent workers keep the dataset that they "
+        "began with, and set_epoch() does not reach it.",
+        fix="Write persistent_workers=False.",
+    )
+    return True
+
+
 class WorkerSource(_DataLoaderSource):
     """A ``DataLoader`` with worker processes, each of which sends its random state along with its batches.
 
@@ -258,15 +279,15 @@ class WorkerSource(_DataLoaderSource):
     keeps_indices = True
     indices: CountingSampler
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, trains: bool) -> None:
         super().__init__(loader)
-        self.survives = loader.persistent_workers
+        self.survives = loader.persistent_workers and not (trains and _needs_new_workers(loader))
         self._count = loader.num_workers
         self._states = WorkerStates(self._count)
         # The behavior of an IterableDataset at its end is not visible here, so its workers report how they begin.
         self._reports_starts = self._is_iterable and self.survives
         self._init = WorkerInit(loader.worker_init_fn, report_starts=self._reports_starts)
-        collate = StateCollate(
+        self._collate = StateCollate(
             loader.collate_fn,
             rng=not (self._replays and self._is_iterable),
             dataset_state=self._stateful_dataset,
@@ -275,11 +296,12 @@ class WorkerSource(_DataLoaderSource):
         self._issued_ahead = (loader.prefetch_factor or 2) * self._count
         self._loader_with_states: Any = self._with_indices(
             keep=2 * self._issued_ahead + self._count + 4,
-            collate_fn=collate,
+            collate_fn=self._collate,
             worker_init_fn=self._init,
-            _iterator=None,
+            persistent_workers=self.survives,
             _get_iterator=self._make_iterator,
         )
+        self._followed = dict(vars(loader))
         # The state of the generator that the workers' seed was drawn from.
         self._birth: bytes | None = None
         # For how long no batch has come, after how many.
@@ -287,6 +309,7 @@ class WorkerSource(_DataLoaderSource):
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch; persistent workers continue from where they are."""
+        self._follow()
         if self._iterator is None or not self.survives:
             self._expect_new_workers(0, [], None)
             self._iterator = iter(self._loader_with_states)
@@ -310,6 +333,7 @@ class WorkerSource(_DataLoaderSource):
                 fix="Use in_order=True to continue exactly.",
             )
         base, birth = state["base"], state["birth"]
+        self._follow()
         self._expect_new_workers(base, state["workers"], birth)
         loader = self._loader_with_states
         if birth is not None:
@@ -358,6 +382,13 @@ class WorkerSource(_DataLoaderSource):
         if iterator is not None:
             shut_down(iterator)
         shut_down(self._loader_with_states)
+
+    def _follow(self) -> None:
+        """Take over what was changed in the user's loader, such as its ``collate_fn``, or the epoch of a subclass."""
+        self._collate.collate, self._init.user_function = self._loader.collate_fn, self._loader.worker_init_fn
+        before, self._followed = self._followed, dict(vars(self._loader))
+        changed = {name: each for name, each in self._followed.items() if each is not before.get(name, self)}
+        vars(self._loader_with_states).update({name: each for name, each in changed.items() if name not in _KEPT})
 
     def _expect_new_workers(self, base: int, states: list[State | None], birth: bytes | None) -> None:
         """Expect workers that begin after ``base`` batches of an epoch; for ``birth`` see ``_birth``."""

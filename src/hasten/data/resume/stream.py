@@ -472,7 +472,8 @@ class Stream:
         of the next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
         """
         iterator, position = self._current, self._position
-        if iterator is None or not (position.finished and position.exhausted and begins_early(self.loader)):
+        ends, survives = position.finished and position.exhausted, self._source.survives
+        if iterator is None or not (ends and survives and begins_early(self.loader)):
             return
         if not self._generators:
             next(iterator, None)
@@ -669,6 +670,7 @@ def _has_known_order(loader: DataLoader[Any]) -> bool:
 
 
 _SAMPLERS = (
+    list,
     BatchSampler,
     SequentialSampler,
     RandomSampler,
