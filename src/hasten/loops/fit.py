@@ -272,7 +272,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Hooks | 
             _skip_rest_of_epoch(epoch)
             return
         epoch.begin_batch(batch_idx, is_last)
-        outputs = _skip_none() if batch is None else epoch.train_step(batch, batch_idx)
+        outputs = _skip_none(epoch, batch_idx) if batch is None else epoch.train_step(batch, batch_idx)
 
         # The counters move before on_train_batch_end: a checkpoint taken there is complete.
         epoch.count_batch(is_last)
@@ -339,9 +339,13 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
     return progress.global_step >= epoch.max_steps or (limits.should_stop and limits.stops_early())
 
 
-def _skip_none() -> Any:
+def _skip_none(epoch: EpochSettings, batch_idx: int) -> None:
+    """Skip a batch that is None; within an accumulation, or with other processes, like one without a loss."""
     warn_once("no batch", "The train_dataloader yielded None: such a batch is skipped.")
-    return None
+    run, window = epoch.run, epoch.run.window
+    is_alone = window.is_start and window.is_end and not epoch.several_processes
+    if run.module.automatic_optimization and not is_alone:
+        epoch.train_step(None, batch_idx)
 
 
 # -- what the loop needs for each batch: decided once, and again when the run changes
@@ -784,9 +788,14 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
 
 
 def _training_step(run: Run) -> Callable[..., Any]:
-    step = compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step")))
+    step = _without_none(compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step"))))
     wrapped = run.module if micro_batches.exchanges_afterwards(run) else run.wrapped
     return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
+
+
+def _without_none(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step without a loss for a batch that is None."""
+    return lambda batch, batch_idx: None if batch is None else step(batch, batch_idx)
 
 
 def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
