@@ -129,6 +129,7 @@ class RunState:
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
+            runtime.engine.update_scale()
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
         gradients = None
         if run.window.gradients_may_count():

@@ -42,6 +42,7 @@ from hasten.machine.signals import LeaveRun, StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
+from hasten.optim import HastenOptimizer
 from hasten.optim.backward import to_clip
 from hasten.profilers.base import PassThroughProfiler, Profiler
 from hasten.profilers.base import resolve as resolve_profiler
@@ -827,6 +828,9 @@ class Trainer(TrainerView):
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
+        optimizer = optimizer.optimizer if isinstance(optimizer, HastenOptimizer) else optimizer
+        if self._runtime.engine.unscale is not None:
+            self._runtime.engine.unscale(optimizer)
         if self._runtime.engine.clips_by_program:
             self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
         elif algorithm == "value":
