@@ -306,7 +306,7 @@ def validate_if_due(run: Run) -> None:
     run.observers.pace.count_last()
 
     def finish() -> None:
-        if progress.accumulation_index == 0:
+        if progress.accumulation_index == 0 and not progress.post_batch_done:
             step_on_monitored(run, "step")
         progress.post_batch_done = True
         run.resume.earlier = Earlier()

@@ -222,6 +222,7 @@ def train_fetched(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on the batches that ``training_step`` fetches from its argument ``dataloader_iter``."""
     numbered = ((batch, is_last, index, 0) for index, (batch, is_last) in enumerate(batches, run.progress.batch))
     fetched = DataloaderIterator(run, numbered)
+    fetched.fetched = run.progress.batch
     try:
         train_batches(run, fetched.steps(), FetchedHooks(run, fetched))
     except StopIteration:
@@ -891,6 +892,8 @@ def _loader_ended_early(run: Run) -> None:
         endless = run.limits.max_epochs == math.inf and not run.runtime.several_processes
         name = f"Trainer.fit(), epoch {progress.epoch + 1}: train_dataloader"
         run.data.train.refuse_empty(name, is_last=endless)
+    # Validation after the last batch, if it was due there, is done.
+    was_due = progress.batch > 0 and run.data.validation_schedule.due(run)
     progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization
     if completes and run.optimizers:
@@ -899,9 +902,13 @@ def _loader_ended_early(run: Run) -> None:
         progress.accumulation_index = 0
         progress.global_step += 1
         progress.logged_step += 1
+        progress.post_batch_done = False
     if run.schedulers:
         schedule.step(run, stepped=completes)
-    validate_if_due(run)
+    if completes and run.observers.guard is not None:
+        run.observers.guard.after_batch()
+    if completes or not was_due:
+        validate_if_due(run)
 
 
 def _step_late(run: Run) -> None:
