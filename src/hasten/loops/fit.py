@@ -198,6 +198,7 @@ def train_epoch(run: Run) -> None:
         run.observers.watch("run_training_epoch", loop)(run, batches)
     finally:
         run.observers.pace.end_epoch()
+    run.resume.batch_start = None
     check_some_loss(run)
     run.observers.first_epoch.at_end(run)
 

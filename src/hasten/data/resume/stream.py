@@ -21,6 +21,7 @@ from torch.utils.data import (
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.batching.samplers import PlannedBatches
+from hasten.checkpoint.files import is_plain, objects_allowed
 from hasten.data.combined import CombinedLoader, joint_length
 from hasten.data.divided import able_to_go_on, users_dataset
 from hasten.data.loader_parts import (
@@ -375,7 +376,8 @@ class Stream:
 
         Args:
             consumed: the number of batches yielded, or one fewer to yield the last one again. The batch is then part
-                of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
+                of the state. If ``torch.load(..., weights_only=True)`` would not read it, it is fetched again; a loader
+                or dataset with a state of its own cannot do that.
             again: yield the last batch again.
 
         Raises:
@@ -388,6 +390,8 @@ class Stream:
             return {**self._end(), "source": self._source.between_epochs()}
         again = _yields_again(self, consumed, again)
         position = self._position
+        if again and self._source.goes_back and not (objects_allowed() or is_plain(position.last)):
+            return self._before_last()
         repeated = {"again": position.last} if again else {}
         if self._next_epoch is not None:
             return {**self._next_epoch.end_before, "epoch": self.epoch, **repeated}
@@ -405,6 +409,19 @@ class Stream:
             "ahead": before,
             "source": self._source.state(position.consumed) if before is None else before["source"],
         }
+
+    def _before_last(self) -> dict[str, Any]:
+        """Return the position before the last batch that was yielded."""
+        rank_zero_warn(
+            f"{self.name}: a checkpoint does not hold a batch with objects of the program. The resumed run reads it "
+            "again, with other random numbers if reading it draws any."
+        )
+        before = self._position.consumed - 1
+        source = self._source.state(before)
+        state = {**self._end(), "consumed": before, "order": self._order(before), "ended": False, "exhausted": False}
+        # The first batch, with which samplers draw their order, is fetched at once after the epoch has begun again.
+        ahead = None if before else {"generators": [], "source": source}
+        return {**state, "start": self._start, "ahead": ahead, "source": source}
 
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``.
