@@ -41,6 +41,7 @@ from hasten.machine.collectives import first_one_first, numbers_as_tensors
 from hasten.module import LightningModule
 from hasten.optim.backward import InBackward, to_clip
 from hasten.optim.fused import check_dense, use_fused
+from hasten.precision.builtin import MixedPrecision
 from hasten.precision.matmul import matmul_precision as in_matmul_precision
 from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
@@ -132,6 +133,8 @@ class Fabric(RuntimeView):
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes,
             precision=precision, plugins=plugins, owner="Fabric",
         )  # fmt: skip
+        if isinstance(self._runtime.precision, MixedPrecision):
+            self._runtime.precision.convert_inputs()
         self._speed = check_speed(
             "Fabric", {"matmul_precision": matmul_precision, "fused_optimizer": fused_optimizer, "compile": compile}
         )
