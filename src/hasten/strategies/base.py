@@ -552,7 +552,8 @@ class StepEngine(StrategyPart):
         # Ids of the optimizers that have been unscaled, and that have stepped, since the scale was adapted.
         self.unscaled: set[int] = set()
         self.stepped: set[int] = set()
-        self._scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Those that step by the scaler; made with the first, as it cannot be pickled for processes that are started.
+        self._scaled: weakref.WeakSet[Optimizer] | None = None
         # Whether a scaled backward is running; Fabric refuses loss.backward() without scaling.
         self.in_backward = False
         # Compute gradients of a loss, which is scaled if the precision has a scaler.
@@ -683,8 +684,8 @@ class StepEngine(StrategyPart):
         """Return a function that calls a step of an evaluation, which no backward follows."""
         return function
 
-    def share_buffers(self, wrapped: nn.Module, source: int) -> None:
-        """Give all processes the buffers of process ``source``, if they are kept equal."""
+    def share_buffers(self, wrapped: nn.Module) -> None:
+        """Give all processes the buffers of the first one, if they are kept equal."""
 
     # -- backward
 
@@ -838,8 +839,9 @@ class StepEngine(StrategyPart):
                 fix="Use precision='bf16-mixed' or another optimizer.",
                 argument="precision",
             )
-        self._scaled.add(optimizer)
-        unscaled, stepped, others = self.unscaled, self.stepped, self._scaled
+        others = self._scaled = weakref.WeakSet() if self._scaled is None else self._scaled
+        others.add(optimizer)
+        unscaled, stepped = self.unscaled, self.stepped
 
         def scaled_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             result = closure() if closure is not None else None
