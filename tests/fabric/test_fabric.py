@@ -224,9 +224,13 @@ def test_a_lightning_module_logs_and_steps_through_fabric() -> None:
         def on_epoch_end_of_mine(self) -> None:
             self.called = True
 
+        def configure_optimizers(self) -> None:
+            """For a Trainer, which it is trained by before."""
+
     notes = Notes()
     fabric = L.Fabric(accelerator="cpu", loggers=notes)
     module = Module()
+    quiet(max_steps=1).fit(module, [torch.ones(2, 4)])
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     assert module.fabric is fabric
     loss = model.training_step(torch.ones(2, 4), 0)

@@ -39,6 +39,7 @@ from hasten.loggers.base import Logger
 from hasten.machine import same_program
 from hasten.machine.collectives import first_one_first, numbers_as_tensors
 from hasten.module import LightningModule
+from hasten.module.log_methods import log_into
 from hasten.optim.backward import InBackward, to_clip
 from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.builtin import MixedPrecision
@@ -435,6 +436,7 @@ class Fabric(RuntimeView):
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
+            log_into(original, None)
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped, optimizers

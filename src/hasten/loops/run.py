@@ -296,6 +296,8 @@ class Run:
     conventions: Conventions = field(default_factory=current)
     # Whether something changed on which decisions of the loop depend: it decides again before the next batch.
     changed: bool = False
+    # Whether it is over, and what it used is being closed.
+    released: bool = False
     # The sizes that micro_batch="auto" and memory="auto" have found to fit into memory.
     memory_limits: MemoryLimits | None = None
     # The compiled module; None if nothing is compiled.

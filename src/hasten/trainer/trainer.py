@@ -719,6 +719,10 @@ class Trainer(TrainerView):
 
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
+        if run.released:
+            # An error of a teardown: all hooks have been called, and everything is closed.
+            self.state.stage = None
+            return
         try:
             self._runtime.finish_saves(failed=True)
             self._runtime.strategy.on_exception(error)
@@ -730,6 +734,7 @@ class Trainer(TrainerView):
                 self.state.stage = None
 
     def _release(self, run: Run, status: str) -> None:
+        run.released = True
         try:
             self._logged.deliver(wait=True)
             run.observers.pace.end()
