@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,15 @@ def test_a_scripted_module_is_a_module_too(fabric: L.Fabric) -> None:
     model = fabric.setup(module)
     fabric.backward(model(torch.ones(1, 2)).sum())
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
+
+
+def test_a_module_that_the_program_has_let_go_of_is_gone(fabric: L.Fabric) -> None:
+    module = nn.Linear(2, 1)
+    model, kept = fabric.setup_module(module), weakref.ref(module)
+    del module, model
+    fabric.setup_module(nn.Linear(2, 1))  # A strategy knows the one that it trains.
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_lightning_module_logs_and_steps_through_fabric() -> None:

@@ -134,9 +134,6 @@ def test_an_exception_in_validation_leaves_the_model_in_train_mode(sanity_steps:
         assert model.training
 
 
-# -- states
-
-
 def test_an_error_of_a_teardown_ends_the_run_once() -> None:
     heard: list[str] = []
 
@@ -153,6 +150,9 @@ def test_an_error_of_a_teardown_ends_the_run_once() -> None:
         trainer.fit(Classifier(), loader(8))
     assert heard == ["teardown", "success"]
     assert (trainer.interrupted, trainer.state.stage) == (True, None)
+
+
+# -- states
 
 
 def test_states_of_a_run() -> None:

@@ -341,13 +341,14 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
     return progress.global_step >= epoch.max_steps or (limits.should_stop and limits.stops_early())
 
 
-def _skip_none(epoch: EpochSettings, batch_idx: int) -> None:
+def _skip_none(epoch: EpochSettings, batch_idx: int) -> Any:
     """Skip a batch that is None; within an accumulation, or with other processes, like one without a loss."""
     warn_once("no batch", "The train_dataloader yielded None: such a batch is skipped.")
     run, window = epoch.run, epoch.run.window
     is_alone = window.is_start and window.is_end and not epoch.several_processes
     if run.module.automatic_optimization and not is_alone:
         epoch.train_step(None, batch_idx)
+    return None
 
 
 # -- what the loop needs for each batch: decided once, and again when the run changes

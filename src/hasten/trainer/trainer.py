@@ -833,9 +833,9 @@ class Trainer(TrainerView):
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
-        optimizer = optimizer.optimizer if isinstance(optimizer, HastenOptimizer) else optimizer
         if self._runtime.engine.unscale is not None:
-            self._runtime.engine.unscale(optimizer)
+            given: Any = optimizer
+            self._runtime.engine.unscale(given.optimizer if isinstance(given, HastenOptimizer) else given)
         if self._runtime.engine.clips_by_program:
             self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
         elif algorithm == "value":

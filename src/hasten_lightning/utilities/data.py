@@ -211,7 +211,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
     folder = Path(os.getcwd() if path is None else path)
     if "://" in str(path) or strategy.world_size == 1:
         return True
-    own, failed = None, ""
+    own = failed = ""
     if strategy.is_global_zero:
         try:
             handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
@@ -227,7 +227,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
     while not (seen := os.path.exists(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     everywhere = bool(strategy.reduce_boolean_decision(seen, all=True))
-    if own is not None:
+    if own:
         os.unlink(own)
     return everywhere
 
