@@ -359,7 +359,7 @@ def _after_exception(run: Run) -> Iterator[None]:
         return
     rank_zero_warn(
         f"A checkpoint is saved after an exception in batch {progress.batch} of epoch {progress.epoch + 1}: a run "
-        f"resumed from it begins the batch again, and {why}. What the batch did before the exception counts twice."
+        f"resumed from it begins the batch again, and {why}: what the batch did before the exception counts twice."
     )
     # The epoch does not begin again, if it was its first batch.
     was_begun, progress.begun = progress.begun, True

@@ -296,14 +296,15 @@ class Run:
     conventions: Conventions = field(default_factory=current)
     # Whether something changed on which decisions of the loop depend: it decides again before the next batch.
     changed: bool = False
-    # Whether it is over, and what it used is being closed.
-    released: bool = False
     # The sizes that micro_batch="auto" and memory="auto" have found to fit into memory.
     memory_limits: MemoryLimits | None = None
     # The compiled module; None if nothing is compiled.
     compiled: CompiledModel | None = None
     # Undoes what was changed in the user's module for this run.
     undo: ExitStack = field(default_factory=ExitStack)
+
+    # Whether it is over, and what it used is being closed.
+    released = False
 
     def __post_init__(self) -> None:
         self.limits.run = self

@@ -413,7 +413,7 @@ class Stream:
     def _before_last(self) -> dict[str, Any]:
         """Return the position before the last batch that was yielded."""
         rank_zero_warn(
-            f"{self.name}: a checkpoint does not hold a batch with objects of the program. The resumed run reads it "
+            f"{self.name}: a checkpoint does not hold a batch with objects of the program, so the resumed run reads it "
             "again, with other random numbers if reading it draws any."
         )
         before = self._position.consumed - 1
