@@ -791,7 +791,9 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
 
 
 def _training_step(run: Run) -> Callable[..., Any]:
-    step = _without_none(compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step"))))
+    step = compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step")))
+    if run.runtime.several_processes or run.window.accumulate_grad_batches > 1 or run.progress.accumulation_index:
+        step = _without_none(step)
     wrapped = run.module if micro_batches.exchanges_afterwards(run) else run.wrapped
     return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
 

@@ -303,9 +303,6 @@ class Run:
     # Undoes what was changed in the user's module for this run.
     undo: ExitStack = field(default_factory=ExitStack)
 
-    # Whether it is over, and what it used is being closed.
-    released = False
-
     def __post_init__(self) -> None:
         self.limits.run = self
         self.metrics = ModuleMetrics(self.module, self.logged.evaluation_metrics)

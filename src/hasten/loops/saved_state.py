@@ -9,7 +9,6 @@ the state in which the batch began. How one thing is looked at and put back is i
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import types
 from collections import deque
@@ -671,9 +670,10 @@ def _saves(owner: object) -> bool:
     # As ``member`` finds them, without 13 Python calls for each owner in every epoch.
     own, kind = vars(owner), type(owner)
     called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
-    # That of a callback of hasten, too, which is not searched further.
-    reached = [*functions_reached(called, member), *filter(inspect.isfunction, [getattr(kind, "on_exception", None)])]
-    return own.get("save_on_exception", False) or any("save_checkpoint" in names_in(each) for each in reached)
+    # A callback of hasten is not searched.
+    if own.get("save_on_exception") or "OnExceptionCheckpoint" in [each.__name__ for each in kind.__mro__]:
+        return True
+    return any("save_checkpoint" in names_in(function) for function in functions_reached(called, member))
 
 
 def refuse_inside(run: Run, why: str) -> RuntimeError:

@@ -604,7 +604,7 @@ class Trainer(TrainerView):
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
             with recorded(self, run) as begin_record:
                 try:
-                    self._between_batches = True
+                    self._between_batches, self._released = True, False
                     checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
                     with watched, profiled(run, self.profiler, lambda: self.log_dir):
                         prepare(run, self._callbacks, self._datamodule, checkpoint)
@@ -719,7 +719,7 @@ class Trainer(TrainerView):
 
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
-        if run.released:
+        if self._released:
             # An error of a teardown: all hooks have been called, and everything is closed.
             self.state.stage = None
             return
@@ -734,7 +734,7 @@ class Trainer(TrainerView):
                 self.state.stage = None
 
     def _release(self, run: Run, status: str) -> None:
-        run.released = True
+        self._released = True
         try:
             self._logged.deliver(wait=True)
             run.observers.pace.end()

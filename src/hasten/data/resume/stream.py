@@ -21,7 +21,6 @@ from torch.utils.data import (
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.batching.samplers import PlannedBatches
-from hasten.checkpoint.files import is_plain, objects_allowed
 from hasten.data.combined import CombinedLoader, joint_length
 from hasten.data.divided import able_to_go_on, users_dataset
 from hasten.data.loader_parts import (
@@ -371,13 +370,17 @@ class Stream:
         """Change the last batch for ``state_dict(again=True)``."""
         self._position.last = change(self._position.last)
 
+    def drop_held_unless(self, may_be_stored: Callable[[Any], bool]) -> None:
+        """Have ``state_dict(again=True)`` read the last batch again if it may not be stored, where the loader can."""
+        if self._source.goes_back and not may_be_stored(self._position.last):
+            self._position.last = _END
+
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         """Return the position after ``consumed`` batches of this epoch, as plain data.
 
         Args:
             consumed: the number of batches yielded, or one fewer to yield the last one again. The batch is then part
-                of the state. If ``torch.load(..., weights_only=True)`` would not read it, it is fetched again; a loader
-                or dataset with a state of its own cannot do that.
+                of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
             again: yield the last batch again.
 
         Raises:
@@ -390,7 +393,7 @@ class Stream:
             return {**self._end(), "source": self._source.between_epochs()}
         again = _yields_again(self, consumed, again)
         position = self._position
-        if again and self._source.goes_back and not (objects_allowed() or is_plain(position.last)):
+        if again and position.last is _END:
             return self._before_last()
         repeated = {"again": position.last} if again else {}
         if self._next_epoch is not None:
@@ -848,6 +851,10 @@ class CombinedStream:
     def replace_held(self, change: Callable[[Any], Any]) -> None:
         for reader in self._readers:
             reader.stream.replace_held(change)
+
+    def drop_held_unless(self, may_be_stored: Callable[[Any], bool]) -> None:
+        for reader in self._readers:
+            reader.stream.drop_held_unless(may_be_stored)
 
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         if self._loaded is not None:
