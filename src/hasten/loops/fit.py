@@ -900,19 +900,24 @@ def _loader_ended_early(run: Run) -> None:
     was_due = progress.batch > 0 and run.data.validation_schedule.due(run)
     progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization
-    if completes and run.optimizers:
-        _step_late(run)
     if completes:
-        progress.accumulation_index = 0
-        progress.global_step += 1
-        progress.logged_step += 1
-        progress.post_batch_done = False
+        _complete_accumulation(run)
     if run.schedulers:
         schedule.step(run, stepped=completes)
     if completes and run.observers.guard is not None:
         run.observers.guard.after_batch()
     if completes or not was_due:
         validate_if_due(run)
+
+
+def _complete_accumulation(run: Run) -> None:
+    """Step on the gradients of an open accumulation, if anything steps, and count it."""
+    progress = run.progress
+    if run.optimizers:
+        _step_late(run)
+    progress.accumulation_index, progress.post_batch_done = 0, False
+    progress.global_step += 1
+    progress.logged_step += 1
 
 
 def _step_late(run: Run) -> None:

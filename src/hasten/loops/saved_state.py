@@ -670,10 +670,16 @@ def _saves(owner: object) -> bool:
     # As ``member`` finds them, without 13 Python calls for each owner in every epoch.
     own, kind = vars(owner), type(owner)
     called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
-    # A callback of hasten is not searched.
-    if own.get("save_on_exception") or "OnExceptionCheckpoint" in [each.__name__ for each in kind.__mro__]:
+    if own.get("save_on_exception") or _saves_after_exception(kind):
         return True
     return any("save_checkpoint" in names_in(function) for function in functions_reached(called, member))
+
+
+@functools.cache
+def _saves_after_exception(kind: type) -> bool:
+    """Return whether a class does, also one of hasten, which is not searched further."""
+    hook = getattr(kind, "on_exception", None)
+    return hook is not None and "save_checkpoint" in names_in(hook)
 
 
 def refuse_inside(run: Run, why: str) -> RuntimeError:
