@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 
 import hasten as L
 from hasten.optim import HastenOptimizer
+from hasten.precision import Precision
 from hasten.strategies import DDPStrategy
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.refusals import refused
@@ -253,6 +254,48 @@ def test_clip_gradients_by_norm_and_value() -> None:
     assert float(model.gradient.abs().max()) == 0.5
     with refused(ValueError, "gradient_clip_algorithm", fix="'norm'"):
         quiet(limit_train_batches=1).fit(Clipped("size"), loader())
+
+
+class ScaledBy(Precision):
+    """32-bit numbers and a gradient scaler whose scale doubles with each update."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+
+
+class FactorSGD(torch.optim.SGD):
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 * factor
+        return super().step(closure)
+
+
+class OneLoss(Clipped):
+    """Two optimizers step after one backward, one of them clipped and one with an argument of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.layer(batch[0]).pow(2).mean())
+        self.clip_gradients(optimizers[1], gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.gradient = self.layer.weight.grad
+        optimizers[0].step()
+        optimizers[1].step(factor=0.5)
+
+    def configure_optimizers(self) -> Any:
+        return [FactorSGD([each], lr=0.1) for each in (self.layer.bias, self.layer.weight)]
+
+
+def test_optimizers_that_step_after_one_backward_are_unscaled_once_and_with_its_scale() -> None:
+    scaled, plain = OneLoss("norm"), OneLoss("norm")
+    precision = ScaledBy()
+    quiet(plugins=precision, limit_train_batches=3).fit(scaled, loader())
+    quiet(limit_train_batches=3).fit(plain, loader())
+    assert same_weights(scaled, plain)
+    assert torch.equal(scaled.gradient, plain.gradient)
+    # Once for each backward, and the last one for a backward to come.
+    assert precision.scaler.get_scale() == 8.0 * 2**2
 
 
 def test_manual_backward_under_automatic_optimization_is_refused() -> None:

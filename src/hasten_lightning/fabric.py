@@ -45,7 +45,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
         if not isinstance(given["strategy"], Strategy):
             as_facade(self._runtime.strategy, FACADES)
         if isinstance(self._runtime.precision, MixedPrecision):
-            self._runtime.precision.convert_inputs_to_16_bits()
+            self._runtime.precision.convert_inputs(to_16_bits=True)
 
     # A program's strategy may have methods for files and clipping, which hasten's Fabric does itself.
 

@@ -260,6 +260,8 @@ def bucket_of(bucket):
 torch_private.remove_ddp_hooks(ddp)
 ddp.module(torch.ones(1, 2)).sum().backward()
 assert exchanged == []
+torch_private.share_ddp_buffers(ddp)
+torch_private.share_ddp_buffers(nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2)))
 ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
 assert torch_private.gradient_buckets(ddp) is None
 ddp(torch.ones(1, 2)).sum().backward()

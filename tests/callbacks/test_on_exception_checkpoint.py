@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -149,3 +152,107 @@ def test_the_exception_is_seen_even_if_the_run_cannot_be_saved(tmp_path: Path) -
         pytest.raises(RuntimeError, match="on purpose"),
     ):
         trainer.fit(failing(0), loader(8))
+
+
+class Sample(NamedTuple):
+    """A batch of a class of the program, which a checkpoint does not hold."""
+
+    x: Tensor
+    y: Tensor
+
+
+def as_sample(samples: list[Any]) -> Sample:
+    return Sample(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+
+class Fragile(Failing):
+    """Changes its batch, draws, logs and updates a metric and running statistics before it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))
+        self.mean = torchmetrics.MeanMetric()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].mul_(torch.rand(()))
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.fail("on_after_backward")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.fail("on_before_zero_grad")
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = [float(self.mean.compute()), float(self.trainer.callback_metrics["loss"])]
+
+
+@pytest.mark.parametrize(
+    ("place", "at", "accumulate", "stored"),
+    [
+        ("on_after_backward", 9, 3, True),
+        ("on_after_backward", 9, 3, False),
+        ("on_before_zero_grad", 6, 1, True),
+        ("on_after_backward", 0, 2, False),
+    ],
+)
+def test_a_batch_that_failed_counts_once(tmp_path: Path, place: str, at: int, accumulate: int, stored: bool) -> None:
+    """Also with an open accumulation, a batch that was changed in place, and batches of a class of the program."""
+
+    def make(at: int = -1) -> Fragile:
+        model: Fragile = type("Fragile", (Fragile,), {"at": at, "place": place})()
+        return model
+
+    def data() -> Any:
+        return loader(24, shuffle=True, collate_fn=None if stored else as_sample)
+
+    every: Any = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
+    saves = every if accumulate == 3 else OnExceptionCheckpoint(tmp_path)
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "enable_checkpointing": True}
+    with pytest.raises(RuntimeError):
+        fitted(lambda: make(at), lambda: [saves], data=data(), **options)
+    (path,) = tmp_path.iterdir()
+    resumed = fitted(make, list, ckpt_path=path, data=data(), seed=9, **options)
+    whole = fitted(make, list, data=data(), **options)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.lightning_module.seen == whole.lightning_module.seen
+
+
+def test_an_error_after_the_step_says_that_it_is_repeated(tmp_path: Path) -> None:
+    class Steps(Failing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.fail("training_step")
+
+    model = Steps()
+    model.at = 2
+    with warned(UserWarning, says=("batch 2 of epoch 1", "weights")), pytest.raises(RuntimeError):
+        quiet(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True).fit(model, loader(24))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_epoch_that_a_hook_ends_does_not_store_its_batch(tmp_path: Path) -> None:
+    class Ends(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    def data() -> Any:
+        return loader(24, shuffle=True, collate_fn=as_sample)
+
+    def saves() -> list[Any]:
+        return [ModelCheckpoint(tmp_path, save_top_k=-1)]
+
+    whole = fitted(Ends, saves, data=data(), max_epochs=2, enable_checkpointing=True)
+    resumed = fitted(Ends, list, data=data(), max_epochs=2, ckpt_path=tmp_path / "epoch=0-step=2.ckpt", seed=9)
+    assert_same(weights(resumed), weights(whole))

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import hasten_lightning
-from hasten import Callback, LightningModule
+from hasten import Callback, LightningModule, Trainer
+from hasten.callbacks import ModelCheckpoint
 from hasten.strategies import SingleDeviceStrategy
 from hasten.utilities.exceptions import MisconfigurationException
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, loader, quiet, same_weights
 from tests.refusals import refused, warned
 
 
@@ -276,6 +277,28 @@ def test_steps_that_fetch_their_batches(per_step: int) -> None:
     assert took == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert given == took[per_step - 1 :: per_step]
     assert len(trainer.predict(Fetches(), loader(8))) == 2 // per_step
+
+
+def test_a_run_whose_steps_fetch_their_batches_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    took: list[Any] = []
+
+    class Fetches(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, batch_idx, _ = next(dataloader_iter)
+            took.append((self.current_epoch, batch_idx))
+            return self.loss(batch)
+
+    def saving(**more: Any) -> Trainer:
+        return quiet(callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)], max_epochs=2, **more)
+
+    whole, part, rest = Fetches(), Fetches(), Fetches()
+    part.load_state_dict(whole.state_dict())
+    quiet(max_epochs=2).fit(whole, loader(12))
+    took.clear()
+    saving(enable_checkpointing=True, max_steps=2).fit(part, loader(12))
+    saving(enable_checkpointing=True).fit(rest, loader(12), ckpt_path=tmp_path / "epoch=0-step=2.ckpt")
+    assert took == [(epoch, index) for epoch in (0, 1) for index in range(3)]
+    assert same_weights(whole, rest)
 
 
 def test_methods_of_the_base_can_be_called_by_super(caplog: pytest.LogCaptureFixture) -> None:

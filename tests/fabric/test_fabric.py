@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,15 @@ def test_a_scripted_module_is_a_module_too(fabric: L.Fabric) -> None:
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
 
 
+def test_a_module_that_the_program_has_let_go_of_is_gone(fabric: L.Fabric) -> None:
+    module = nn.Linear(2, 1)
+    model, kept = fabric.setup_module(module), weakref.ref(module)
+    del module, model
+    fabric.setup_module(nn.Linear(2, 1))  # A strategy knows the one that it trains.
+    gc.collect()
+    assert kept() is None
+
+
 def test_a_lightning_module_logs_and_steps_through_fabric() -> None:
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -224,9 +235,13 @@ def test_a_lightning_module_logs_and_steps_through_fabric() -> None:
         def on_epoch_end_of_mine(self) -> None:
             self.called = True
 
+        def configure_optimizers(self) -> None:
+            """For a Trainer, which it is trained by before."""
+
     notes = Notes()
     fabric = L.Fabric(accelerator="cpu", loggers=notes)
     module = Module()
+    quiet(max_steps=1).fit(module, [torch.ones(2, 4)])
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     assert module.fabric is fabric
     loss = model.training_step(torch.ones(2, 4), 0)

@@ -133,6 +133,25 @@ def test_a_batch_without_a_loss_has_nothing_to_clip() -> None:
     assert same_weights(model, twin)
 
 
+def test_batches_that_are_none_count_in_an_accumulation_and_contribute_nothing() -> None:
+    model = Classifier()
+    twin = copy.deepcopy(model)
+    optimizer: Any = twin.configure_optimizers()
+    batches: list[Any] = list(loader(24))
+    batches[0] = batches[3] = None
+    trainer = quiet(accumulate_grad_batches=2)
+    trainer.fit(model, batches)
+    for index, batch in enumerate(batches):
+        if index % 2 == 0:
+            optimizer.zero_grad()
+        if batch is not None:
+            (twin.loss(batch) / 2).backward()
+        if index % 2:
+            optimizer.step()
+    assert same_weights(model, twin)
+    assert trainer.global_step == 3
+
+
 def test_lbfgs_runs_its_closure() -> None:
     model = Configured(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
     twin = copy.deepcopy(model)

@@ -31,6 +31,12 @@ class Model(L.LightningModule):
         self.layer = nn.Linear(8, 2)
         self.without_loss = without_loss
         self.count = 0
+        self.batch_is_none = False
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        is_none = self.batch_is_none and (self.global_rank, self.count) in self.without_loss
+        self.count += is_none
+        return None if is_none else batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.count += 1
@@ -170,15 +176,16 @@ def test_values_are_logged_after_one_process_has_worked_alone_and_its_error_is_t
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "batch_is_none"), [(1, False), (2, False), (2, True)])
+def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: int, batch_is_none: bool) -> None:
     skipped = ((1, 1), (0, 2), (0, 3), (1, 3))
     model = Model(skipped)
-    two(model, accumulate_grad_batches=accumulate, use_distributed_sampler=False, max_epochs=2)
+    model.batch_is_none, epochs = batch_is_none, 1 if batch_is_none else 2
+    two(model, accumulate_grad_batches=accumulate, use_distributed_sampler=False, max_epochs=epochs)
     alone = Model()
     optimizer: Any = alone.configure_optimizers()
     batches = list(loader(40))
-    for _ in range(2):
+    for _ in range(epochs):
         for batch_idx, batch in enumerate(batches):
             if batch_idx % accumulate == 0:
                 optimizer.zero_grad()

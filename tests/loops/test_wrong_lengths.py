@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 import hasten as L
-from tests.models import Classifier, Numbered, dataset, quiet, same_weights
+from tests.models import Classifier, Numbered, dataset, loader, quiet, same_weights
 from tests.refusals import refused, warned
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*more batches than its length", "ignore:Length of IterableDataset")
@@ -223,6 +223,28 @@ def test_limits_count_batches_that_come_and_shares_those_that_were_said(limit: A
     model = Watched()
     quiet(limit_train_batches=limit).fit(model, Batches(6, 4))
     assert model.last == [False] * (expected - 1) + [True]
+
+
+def test_validation_that_was_due_after_the_last_batch_does_not_run_again_at_the_early_end() -> None:
+    at: list[int] = []
+    steps: list[float] = []
+
+    class Validated(Classifier):
+        def on_validation_start(self) -> None:
+            at.append(self.trainer.total_batch_idx)
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            steps.append(metric)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            monitored = {"scheduler": plateau, "interval": "step", "monitor": "train_loss"}
+            return {"optimizer": optimizer, "lr_scheduler": monitored}
+
+    quiet(val_check_interval=0.25, num_sanity_val_steps=0).fit(Validated(), Batches(4, 8), loader(4))
+    assert at == [1, 3]
+    assert len(steps) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models import Classifier, loader, quiet
 from tests.programs import Forked, call_in_file
 from tests.refusals import refused
+from torch import nn
 
+from hasten.callbacks import ModelCheckpoint
 from hasten.machine.cluster import find_free_port
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
@@ -179,6 +182,52 @@ def test_the_owners_results_come_back_from_the_copies() -> None:
     run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
     assert run.launch(owner.work, trainer=owner) == "done"
     assert owner.learned == {"metric": torch.tensor(3.0)}
+
+
+class MadeLater(Classifier):
+    """Makes layers in a hook, and has a state that is no tensor."""
+
+    hook = "configure_model"
+    state = "old"
+
+    def get_extra_state(self) -> str:
+        return self.state
+
+    def set_extra_state(self, state: str) -> None:
+        self.state = state
+
+    def make(self) -> None:
+        self.layers = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2)).requires_grad_()
+
+    def configure_model(self) -> None:
+        if self.hook == "configure_model":
+            self.make()
+
+    def setup(self, stage: str) -> None:
+        if self.hook == "setup":
+            self.make()
+
+    def on_train_end(self) -> None:
+        self.state = "new"
+
+
+@pytest.mark.parametrize("hook", ["configure_model", "setup"])
+def test_results_of_copies_come_back_also_where_hooks_have_made_layers(hook: str, tmp_path: Path) -> None:
+    model = MadeLater()
+    model.hook = hook
+    checkpoint = ModelCheckpoint(tmp_path)
+    trainer = quiet(devices=2, strategy="ddp_fork", callbacks=[checkpoint], enable_checkpointing=True, max_steps=1)
+    if hook == "setup":
+        with refused(RuntimeError, fix="configure_model()", says=("ddp_fork", "layers.1.weight")):
+            trainer.fit(model, loader(8))
+    else:
+        trainer.fit(model, loader(8))
+        assert model.state == "new"
+        assert torch.equal(
+            model.layers[1].weight, torch.load(checkpoint.best_model_path)["state_dict"]["layers.1.weight"]
+        )
+    assert trainer.global_step == 1
+    assert Path(checkpoint.best_model_path).exists()
 
 
 # -- a run within a rank of another one

@@ -34,12 +34,12 @@ class Notes(nn.Module):
         return {"out": out, "ids": ids}
 
 
-def call(precision: str, **options: Any) -> tuple[Notes, dict[str, torch.Tensor]]:
+def call(precision: str, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Notes, dict[str, torch.Tensor]]:
     run = runtime(accelerator="cpu", precision=precision)
     module = Notes()
     run.place(module)
     forward = run.bind(module, module=module, wrapped=run.wrap(module), training=True, **options)
-    return module, forward(torch.ones(3, 4, dtype=torch.float64), ids=torch.arange(3))
+    return module, forward(torch.ones(3, 4, dtype=dtype), ids=torch.arange(3))
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -67,12 +67,22 @@ def test_true_precisions_convert_weights_inputs_and_new_tensors(precision: str) 
 
 
 def test_mixed_precision_computes_in_bfloat16_on_full_weights() -> None:
-    module, output = call("bf16-mixed")
+    module, output = call("bf16-mixed", torch.float32)
     assert module.layer.weight.dtype == torch.float32
     assert module.seen == {"x": torch.float32, "ids": torch.int64, "out": torch.bfloat16, "new": torch.float32}
     assert output["out"].dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
-    assert call("bf16-mixed", convert_outputs=True)[1]["out"].dtype == torch.float32
+    assert call("bf16-mixed", torch.float32, convert_outputs=True)[1]["out"].dtype == torch.float32
+
+
+def test_batches_keep_64_bits_in_mixed_precision() -> None:
+    class Sees(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert batch[0].dtype == torch.float64
+            return super().training_step([batch[0].float(), batch[1]], batch_idx)
+
+    x, y = next(iter(loader(4)))
+    quiet(precision="bf16-mixed").fit(Sees(), [[x.double(), y]])
 
 
 class Scaled:

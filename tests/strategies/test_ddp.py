@@ -122,11 +122,18 @@ def test_a_static_graph_accumulates_as_any_other() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_communication_hook_and_parameters_to_ignore() -> None:
+def test_a_communication_hook_and_parameters_and_buffers_to_ignore() -> None:
     run = started(DDPStrategy(ddp_comm_hook=default_hooks.allreduce_hook))
     model = Model()
-    model._ddp_params_and_buffers_to_ignore = ["layer.bias"]  # type: ignore[assignment]
-    step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
+    model._ddp_params_and_buffers_to_ignore = ["layer.bias", "own"]  # type: ignore[assignment]
+    wrapped = run.wrap(model)
+    for name in ("own", "shared"):
+        model.register_buffer(name, torch.full((2, 3), float(run.global_rank)).t())
+    # As before validation; they are not contiguous in memory.
+    run.engine.share_buffers(wrapped)
+    assert (model.own == run.global_rank).all()
+    assert (model.shared == 0).all()
+    step = run.bind(model.training_step, module=model, wrapped=wrapped, training=True)
     run.engine.backward(step(data(run.global_rank)))
     weights, biases = run.all_gather(gradient_of(model)), run.all_gather(model.layer.bias.grad)
     assert torch.equal(weights[0], weights[1])

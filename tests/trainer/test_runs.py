@@ -10,6 +10,7 @@ import torch
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
+from hasten.loggers.base import DummyLogger
 from tests.fakes import RowLogger, watching
 from tests.models import Classifier, Several, loader, quiet, same_weights
 from tests.refusals import refused, warned
@@ -131,6 +132,24 @@ def test_an_exception_in_validation_leaves_the_model_in_train_mode(sanity_steps:
             call(model, loader(8))
         assert f"Breaks.{name}, batch 0" in "\n".join(caught.value.__notes__)
         assert model.training
+
+
+def test_an_error_of_a_teardown_ends_the_run_once() -> None:
+    heard: list[str] = []
+
+    class Finalized(DummyLogger):
+        def finalize(self, status: str) -> None:
+            heard.append(status)
+
+    def fail(hook: str, trainer: Any) -> None:
+        heard.append(hook)
+        raise ZeroDivisionError
+
+    trainer = quiet(callbacks=[watching(fail, "on_exception", "teardown")], logger=Finalized())
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Classifier(), loader(8))
+    assert heard == ["teardown", "success"]
+    assert (trainer.interrupted, trainer.state.stage) == (True, None)
 
 
 # -- states

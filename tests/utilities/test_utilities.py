@@ -153,8 +153,8 @@ class OtherFiles:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def broadcast(self, name: Any) -> Any:
-        return self.name
+    def broadcast(self, found: Any) -> Any:
+        return found if self.is_global_zero else (self.name, "")
 
     def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
         assert all
@@ -167,9 +167,15 @@ def test_shared_file_systems(tmp_path: Path) -> None:
     assert not utilities.is_shared_filesystem(OtherFiles(str(tmp_path / "nowhere")), tmp_path, timeout=0)
     assert utilities.is_shared_filesystem(OtherFiles("x"), "s3://bucket")
     assert utilities.is_shared_filesystem(type("One", (), {"world_size": 1})())
+    first = type("First", (OtherFiles,), {"is_global_zero": True})("")
+    # Of the first process, as all raise together.
     with refused(FileNotFoundError, "path"):
-        utilities.is_shared_filesystem(OtherFiles("x"), tmp_path / "no")
-    first = type("First", (OtherFiles,), {"is_global_zero": True, "broadcast": lambda self, name: name})("")
+        utilities.is_shared_filesystem(first, tmp_path / "no")
+    with refused(OSError, "path"):
+        utilities.is_shared_filesystem(first, tmp_path / "there")
+    failed = type("Failed", (OtherFiles,), {"broadcast": lambda self, found: (None, "Read-only file system")})("")
+    with refused(OSError, "path", says="Read-only"):
+        utilities.is_shared_filesystem(failed, tmp_path)
     assert utilities.is_shared_filesystem(first, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

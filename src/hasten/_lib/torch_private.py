@@ -312,6 +312,13 @@ def remove_ddp_hooks(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
+def share_ddp_buffers(ddp: Any) -> None:
+    """Give all processes the buffers of the first one, as before a forward of a ``DistributedDataParallel``."""
+    ddp._assign_modules_buffers()
+    if ddp.modules_buffers:
+        ddp._sync_buffers()
+
+
 def gradient_buckets(ddp: Any, *, alone: bool = False) -> list[list[int]] | None:
     """Return the parameters in each message of a ``DistributedDataParallel``, by number; None before its first step.
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -39,8 +40,10 @@ from hasten.loggers.base import Logger
 from hasten.machine import same_program
 from hasten.machine.collectives import first_one_first, numbers_as_tensors
 from hasten.module import LightningModule
+from hasten.module.log_methods import log_into
 from hasten.optim.backward import InBackward, to_clip
 from hasten.optim.fused import check_dense, use_fused
+from hasten.precision.builtin import MixedPrecision
 from hasten.precision.matmul import matmul_precision as in_matmul_precision
 from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
@@ -132,6 +135,8 @@ class Fabric(RuntimeView):
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes,
             precision=precision, plugins=plugins, owner="Fabric",
         )  # fmt: skip
+        if isinstance(self._runtime.precision, MixedPrecision):
+            self._runtime.precision.convert_inputs()
         self._speed = check_speed(
             "Fabric", {"matmul_precision": matmul_precision, "fused_optimizer": fused_optimizer, "compile": compile}
         )
@@ -146,7 +151,8 @@ class Fabric(RuntimeView):
                 argument="loggers",
             )
         self._optimizers: list[FabricOptimizer] = []
-        self._modules: list[nn.Module] = []
+        # Those that were set up, as long as the program has them.
+        self._modules: list[weakref.ref[nn.Module]] = []
         # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
         # because it cannot be sent to other processes.
         self._replaced: MutableMapping[Tensor, Tensor] = {}
@@ -415,7 +421,7 @@ class Fabric(RuntimeView):
         self._check_same(original, method)
         self._shard(original)
         self._runtime.place(original, move=move_to_device)
-        self._modules.append(original)
+        self._modules.append(weakref.ref(original))
         if type(self).backward is Fabric.backward:
             # Bound directly: a call of Fabric.backward costs no extra function call.
             self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
@@ -432,6 +438,7 @@ class Fabric(RuntimeView):
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
+            log_into(original, None)
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped, optimizers
@@ -476,14 +483,15 @@ class Fabric(RuntimeView):
     ) -> None:
         """Check that optimizers train modules that were set up; make them fused if the arguments say so."""
         fused = self._speed.fused_optimizer
+        modules = [module for each in self._modules if (module := each()) is not None]
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
-            check_parameters(optimizer, self._modules, method, self._runtime.engine)
+            check_parameters(optimizer, modules, method, self._runtime.engine)
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
                 self._runtime.engine.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
             if fused:
-                check_dense(optimizer, self._modules, "Fabric(fused_optimizer=True)")
+                check_dense(optimizer, modules, "Fabric(fused_optimizer=True)")
             if fused is not None:
                 use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
             self._runtime.engine.check_optimizer(optimizer, "Fabric")

@@ -102,7 +102,7 @@ def evaluate(
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
             if fitting and several_processes:
                 # Each process has updated its own running statistics; a checkpoint saves the first process's.
-                run.runtime.engine.share_buffers(run.wrapped, 0)
+                run.runtime.engine.share_buffers(run.wrapped)
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             batches = _evaluate_loaders(run, source)
@@ -306,7 +306,7 @@ def validate_if_due(run: Run) -> None:
     run.observers.pace.count_last()
 
     def finish() -> None:
-        if progress.accumulation_index == 0:
+        if progress.accumulation_index == 0 and not progress.post_batch_done:
             step_on_monitored(run, "step")
         progress.post_batch_done = True
         run.resume.earlier = Earlier()

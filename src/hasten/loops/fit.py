@@ -198,6 +198,7 @@ def train_epoch(run: Run) -> None:
         run.observers.watch("run_training_epoch", loop)(run, batches)
     finally:
         run.observers.pace.end_epoch()
+    run.resume.batch_start = None
     check_some_loss(run)
     run.observers.first_epoch.at_end(run)
 
@@ -222,6 +223,7 @@ def train_fetched(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on the batches that ``training_step`` fetches from its argument ``dataloader_iter``."""
     numbered = ((batch, is_last, index, 0) for index, (batch, is_last) in enumerate(batches, run.progress.batch))
     fetched = DataloaderIterator(run, numbered)
+    fetched.fetched = run.progress.batch
     try:
         train_batches(run, fetched.steps(), FetchedHooks(run, fetched))
     except StopIteration:
@@ -272,7 +274,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Hooks | 
             _skip_rest_of_epoch(epoch)
             return
         epoch.begin_batch(batch_idx, is_last)
-        outputs = _skip_none() if batch is None else epoch.train_step(batch, batch_idx)
+        outputs = _skip_none(epoch, batch_idx) if batch is None else epoch.train_step(batch, batch_idx)
 
         # The counters move before on_train_batch_end: a checkpoint taken there is complete.
         epoch.count_batch(is_last)
@@ -339,8 +341,13 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
     return progress.global_step >= epoch.max_steps or (limits.should_stop and limits.stops_early())
 
 
-def _skip_none() -> Any:
+def _skip_none(epoch: EpochSettings, batch_idx: int) -> Any:
+    """Skip a batch that is None; within an accumulation, or with other processes, like one without a loss."""
     warn_once("no batch", "The train_dataloader yielded None: such a batch is skipped.")
+    run, window = epoch.run, epoch.run.window
+    is_alone = window.is_start and window.is_end and not epoch.several_processes
+    if run.module.automatic_optimization and not is_alone:
+        epoch.train_step(None, batch_idx)
     return None
 
 
@@ -785,8 +792,15 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
 
 def _training_step(run: Run) -> Callable[..., Any]:
     step = compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step")))
+    if run.runtime.several_processes or run.window.accumulate_grad_batches > 1 or run.progress.accumulation_index:
+        step = _without_none(step)
     wrapped = run.module if micro_batches.exchanges_afterwards(run) else run.wrapped
     return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
+
+
+def _without_none(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step without a loss for a batch that is None."""
+    return lambda batch, batch_idx: None if batch is None else step(batch, batch_idx)
 
 
 def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
@@ -882,17 +896,28 @@ def _loader_ended_early(run: Run) -> None:
         endless = run.limits.max_epochs == math.inf and not run.runtime.several_processes
         name = f"Trainer.fit(), epoch {progress.epoch + 1}: train_dataloader"
         run.data.train.refuse_empty(name, is_last=endless)
+    # Validation after the last batch, if it was due there, is done.
+    was_due = progress.batch > 0 and run.data.validation_schedule.due(run)
     progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization
-    if completes and run.optimizers:
-        _step_late(run)
     if completes:
-        progress.accumulation_index = 0
-        progress.global_step += 1
-        progress.logged_step += 1
+        _complete_accumulation(run)
     if run.schedulers:
         schedule.step(run, stepped=completes)
-    validate_if_due(run)
+    if completes and run.observers.guard is not None:
+        run.observers.guard.after_batch()
+    if completes or not was_due:
+        validate_if_due(run)
+
+
+def _complete_accumulation(run: Run) -> None:
+    """Step on the gradients of an open accumulation, if anything steps, and count it."""
+    progress = run.progress
+    if run.optimizers:
+        _step_late(run)
+    progress.accumulation_index, progress.post_batch_done = 0, False
+    progress.global_step += 1
+    progress.logged_step += 1
 
 
 def _step_late(run: Run) -> None:

@@ -76,7 +76,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
 
     def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
-        samples = measure(batch, parts.fields) if plan.shrinks else 1
+        samples = measure(batch, parts.fields) if plan.shrinks and batch is not None else 1
         failed = False
         while True:
             state.save(batch, gradients=not window.is_start)
@@ -145,7 +145,7 @@ class _Splitter:
         run, once, logged, window = self._run, self._once, self._run.logged, self._run.window
         # An attempt that failed was in the middle of its parts.
         logged.batch, logged.batch_size = batch, 0
-        parts = [(batch, 1)] if size is None else split(batch, size, self.fields)
+        parts = [(batch, 1)] if size is None or batch is None else split(batch, size, self.fields)
         skipped = run.window.skipped_batches
         if len(parts) == 1:
             with self._exchange(window.is_end):

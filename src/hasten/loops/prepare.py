@@ -386,7 +386,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
             finish()
         elif finish is not None:
             closure = _then(closure, finish)
-        result = optimizer.step(closure=closure, **kwargs) if kwargs else step(closure)
+        result = step(closure, **kwargs)
         if not run.module.automatic_optimization:
             # Otherwise the loop counts, once optimizer_step has ended.
             progress.global_step += 1

@@ -19,7 +19,7 @@ from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
-from hasten.checkpoint.files import not_found, present
+from hasten.checkpoint.files import is_plain, not_found, objects_allowed, present
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -129,10 +129,11 @@ class RunState:
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
+            runtime.engine.update_scale()
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
         gradients = None
         if run.window.gradients_may_count():
-            if not is_inside_batch(run):
+            if not _begins_batch_again(run):
                 # Inside a batch, the parameters show the gradients with which it began.
                 runtime.engine.sync_gradients(run.module)
             gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
@@ -202,7 +203,12 @@ class RunState:
         if metrics is None:
             # An evaluation starts again when resumed: what its metrics accumulated would count twice.
             metrics = run.metrics.state_dict()
-        data = run.data.train.state_dict(progress.batch, again=progress.begun and is_inside_batch(run))
+        # Nothing is left of an epoch whose last batch is done, although it may have been left with a batch in hand.
+        consumed = None if progress.last_batch else progress.batch
+        again = _begins_batch_again(run)
+        if again and not objects_allowed():
+            run.data.train.stream.drop_held_unless(is_plain)
+        data = run.data.train.state_dict(consumed, again=again)
         evaluations = run.data.validation.state_dict()
         changes = earlier.changes
         if changes is None:
@@ -325,20 +331,41 @@ def _named(source: str) -> Iterator[None]:
 
 def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
     """Return the context in which a checkpoint is collected; refuse where a batch has begun and is lost."""
-    if weights_only or not is_inside_batch(run):
-        return nullcontext() if weights_only else _failed_in_first_batch(run)
+    if weights_only:
+        return nullcontext()
+    if run.logged.context.row.name == "on_exception":
+        return _after_exception(run)
+    if not is_inside_batch(run):
+        return nullcontext()
     if run.resume.batch_start is None:
         raise refuse_inside(run, "the random numbers and gradients it began with are gone")
     return run.resume.batch_start.shown()
 
 
+def _begins_batch_again(run: Run) -> bool:
+    """Return whether a run resumed from the state that is shown begins with the batch in hand."""
+    return run.progress.begun and not run.progress.last_batch and has_batch_in_hand(run)
+
+
 @contextmanager
-def _failed_in_first_batch(run: Run) -> Iterator[None]:
-    """Mark an epoch as begun if an exception ended it in its first batch, so that it does not begin again."""
-    progress = run.progress
-    was_begun = progress.begun
-    if run.logged.context.row.name == "on_exception" and not run.window.is_last_batch:
-        progress.begun = was_begun or has_batch_in_hand(run)
+def _after_exception(run: Run) -> Iterator[None]:
+    """Show the state in which a batch that failed began; where that is lost, say what is not exact."""
+    progress, start = run.progress, run.resume.batch_start
+    # Before the first hook of a batch, the batch in hand may be the only one of the epoch before.
+    if not has_batch_in_hand(run) or (start is None and run.window.is_last_batch):
+        yield
+        return
+    why = "the random numbers and gradients it began with are gone" if start is None else start.why_lost()
+    if start is not None and not why:
+        with start.shown():
+            yield
+        return
+    rank_zero_warn(
+        f"A checkpoint is saved after an exception in batch {progress.batch} of epoch {progress.epoch + 1}: a run "
+        f"resumed from it begins the batch again, and {why}: what the batch did before the exception counts twice."
+    )
+    # The epoch does not begin again, if it was its first batch.
+    was_begun, progress.begun = progress.begun, True
     try:
         yield
     finally:

@@ -569,11 +569,11 @@ def _copied(value: Any) -> Any:
 
 # -- a checkpoint saved inside a batch holds the state in which the batch began
 
-# What is called between fetching a batch and moving the counters.
+# What is called between fetching a batch and moving the counters, an exception included.
 _CALLED_INSIDE = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
     "training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward",
-    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
+    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "on_exception",
 )  # fmt: skip
 
 
@@ -611,18 +611,24 @@ class BatchStart:
                 for group in optimizer.param_groups
             ]
             # A step may change its batch, and the resumed run needs it whole.
-            run.data.train.stream.replace_held(deepcopy)
+            run.data.train.stream.replace_held(_copied_batch)
             yield item
+
+    def why_lost(self) -> str:
+        """Return why the state in which the batch began is not known any more; "" if it is."""
+        run = self._run
+        if self._versions != self._weight_versions() or run.averages.optimizers:
+            return "its weights have changed since the batch began"
+        if run.observers.guard is not None:
+            return f"what on_bad_loss={run.arguments.on_bad_loss!r} has found in it so far would count twice"
+        return ""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the earlier state of the run; tensors are not overwritten, because a backward may still need them."""
         run = self._run
-        if self._versions != self._weight_versions() or run.averages.optimizers:
-            raise refuse_inside(run, "its weights have changed since the batch began")
-        if run.observers.guard is not None:
-            bad_loss = run.arguments.on_bad_loss
-            raise refuse_inside(run, f"what on_bad_loss={bad_loss!r} has found in it so far would count twice")
+        if why := self.why_lost():
+            raise refuse_inside(run, why)
         present = [(group, dict(group)) for group, _ in self._options]
         with self._state.shown():
             run.resume.earlier, run.progress.begun = self._earlier, True
@@ -640,8 +646,15 @@ class BatchStart:
         return [parameter._version for parameter in weights]
 
 
+def _copied_batch(batch: Any) -> Any:
+    try:
+        return deepcopy(batch)
+    except Exception:  # such as of a handle; that is no reason not to train
+        return batch
+
+
 def batch_start(run: Run) -> BatchStart | None:
-    """Return what keeps the start of each batch, if some hook of the run saves a checkpoint inside one.
+    """Return what keeps the start of each batch, if some hook saves a checkpoint inside one, or after an exception.
 
     Keeping it takes time in each step, so nobody else pays: the code of the hooks that are called inside a batch, and
     of the methods and functions that they call, is searched for ``save_checkpoint``.
@@ -657,8 +670,16 @@ def _saves(owner: object) -> bool:
     # As ``member`` finds them, without 13 Python calls for each owner in every epoch.
     own, kind = vars(owner), type(owner)
     called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
-    reached = functions_reached(called, member)
-    return any("save_checkpoint" in names_in(function) for function in reached)
+    if own.get("save_on_exception") or _saves_after_exception(kind):
+        return True
+    return any("save_checkpoint" in names_in(function) for function in functions_reached(called, member))
+
+
+@functools.cache
+def _saves_after_exception(kind: type) -> bool:
+    """Return whether a class does, also one of hasten, which is not searched further."""
+    hook = getattr(kind, "on_exception", None)
+    return hook is not None and "save_checkpoint" in names_in(hook)
 
 
 def refuse_inside(run: Run, why: str) -> RuntimeError:

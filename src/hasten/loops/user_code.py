@@ -761,7 +761,7 @@ def loss_of(output: object, run: Run) -> Tensor | None:
             f"{step} returned {_describe(loss)}.",
             fix=f"Return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
         )
-    if run.window.skipped_batches == 0:
+    if run.window.skipped_batches == 0 and run.logged.batch is not None:
         rank_zero_warn(
             f"{step} returned None: the batch is skipped.",
             fix="If that is not on purpose, end training_step with `return loss`.",
@@ -1001,7 +1001,7 @@ def whole_step(run: Run, in_parts: Callable[[Any, int], Any]) -> Callable[[Any, 
             is hooks.on_before_optimizer_step
             is nothing
         )
-        if within or not (window.is_start and window.is_end) or is_watched(optimizer):
+        if within or batch is None or not (window.is_start and window.is_end) or is_watched(optimizer):
             update.has_gradients = True
             return in_parts(batch, batch_idx), False
         return train(update, in_parts, batch, batch_idx)

@@ -129,8 +129,8 @@ class Unlisted:
         self.__func__(*args, **kwargs)
 
 
-def log_into(module: nn.Module, values: LoggedValues) -> None:
-    """Let ``module`` and the modules in it log into the values of a run."""
+def log_into(module: nn.Module, values: LoggedValues | None) -> None:
+    """Let ``module`` and the modules in it log into the values of a run; None for no run of a Trainer."""
     for child in module.modules():
         if isinstance(child, LogMethods):
             child.__dict__["_run_values"] = values

@@ -94,7 +94,7 @@ _own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).p
 
 
 def make_step(optimizer: Optimizer) -> Step:
-    """Return ``step(closure=None)`` for one optimizer.
+    """Return ``step(closure=None)`` for one optimizer; other arguments are those of its own step.
 
     Args:
         optimizer: a ``torch.optim.Optimizer`` or anything with ``step``.
@@ -103,8 +103,8 @@ def make_step(optimizer: Optimizer) -> Step:
     arithmetic = _arithmetic_of_step(optimizer)
     if arithmetic is None or _profiler_enabled is None or _pre_hooks is None or _post_hooks is None:
 
-        def plain_step(closure: Callable[[], Any] | None = None) -> Any:
-            return optimizer.step() if closure is None else optimizer.step(closure=closure)
+        def plain_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
 
         return plain_step
 
@@ -117,9 +117,10 @@ def make_step(optimizer: Optimizer) -> Step:
     inner, guarded = arithmetic
     grad_enabled, set_grad_enabled = torch.is_grad_enabled, _set_grad_enabled
 
-    def step(closure: Callable[[], Any] | None = None) -> Any:
+    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if (
             closure is not None
+            or kwargs
             or before
             or after
             or before_all
@@ -129,7 +130,7 @@ def make_step(optimizer: Optimizer) -> Step:
             or kind.step is not step_of_class
             or own.get("step") is not watched
         ):
-            return optimizer.step() if closure is None else optimizer.step(closure=closure)
+            return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         if watched is not None:
             own["_opt_called"] = True
         if not guarded:

@@ -170,16 +170,18 @@ class MixedPrecision(Precision):
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-        # Autocast converts the inputs of operations that it computes in 16 bits. Other inputs, such as positions, keep
-        # their digits.
-        self._input_dtype = torch.float32
+        # Steps get their batches as they are: autocast converts the inputs of operations that it computes in 16 bits.
+        self._input_dtype: torch.dtype | None = None
         self._attends_fast = fast_attention and precision == "bf16-mixed" and device == "cpu"
         # Exists while modules are trained with it.
         self._attention: object = None
 
-    def convert_inputs_to_16_bits(self) -> None:
-        """Convert floating-point inputs of forward to 16 bits, as Lightning's Fabric does."""
-        self._input_dtype = self._dtype
+    def convert_inputs(self, *, to_16_bits: bool = False) -> None:
+        """Convert floating-point inputs of forward, as Fabric does: to 32 bits, or to 16 bits as Lightning's Fabric.
+
+        In 32 bits inputs that autocast does not convert, such as positions, keep their digits.
+        """
+        self._input_dtype = self._dtype if to_16_bits else torch.float32
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device supports bfloat16 if the precision needs it."""
@@ -200,8 +202,8 @@ class MixedPrecision(Precision):
         self._attention = None
 
     def convert_input(self, data: T) -> T:
-        """Return ``data`` with 32-bit floating tensors, which autocast converts."""
-        return to_floating(data, self._input_dtype)
+        """Return ``data``, with other floating tensors after ``convert_inputs``."""
+        return data if self._input_dtype is None else to_floating(data, self._input_dtype)
 
     def convert_output(self, data: T) -> T:
         """Return ``data`` with floating tensors of torch's default type."""

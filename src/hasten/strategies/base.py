@@ -11,6 +11,7 @@ and ``ZeroSharding`` and ``ZeroState`` for a piece of DeepSpeed's.
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -548,8 +549,11 @@ class StepEngine(StrategyPart):
         """Choose the functions of a step for a precision."""
         self.precision = precision
         self.scaler = precision.scaler
-        # Ids of the optimizers whose gradients have been unscaled in this step.
+        # Ids of the optimizers that have been unscaled, and that have stepped, since the scale was adapted.
         self.unscaled: set[int] = set()
+        self.stepped: set[int] = set()
+        # Those that step by the scaler; made with the first, as it cannot be pickled for processes that are started.
+        self._scaled: weakref.WeakSet[Optimizer] | None = None
         # Whether a scaled backward is running; Fabric refuses loss.backward() without scaling.
         self.in_backward = False
         # Compute gradients of a loss, which is scaled if the precision has a scaler.
@@ -680,8 +684,8 @@ class StepEngine(StrategyPart):
         """Return a function that calls a step of an evaluation, which no backward follows."""
         return function
 
-    def share_buffers(self, wrapped: nn.Module, source: int) -> None:
-        """Give all processes the buffers of process ``source``, if they are kept equal."""
+    def share_buffers(self, wrapped: nn.Module) -> None:
+        """Give all processes the buffers of the first one, if they are kept equal."""
 
     # -- backward
 
@@ -704,6 +708,7 @@ class StepEngine(StrategyPart):
 
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None
+        self.update_scale()
         self.in_backward = True
         try:
             fast_step.backward(self.scaler.scale(tensor), *args, **kwargs)
@@ -818,7 +823,7 @@ class StepEngine(StrategyPart):
         return self.clip_value if algorithm == "value" else self.clip_norm
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Return ``step(closure=None)`` for ``optimizer``."""
+        """Return ``step(closure=None)`` for ``optimizer``; other arguments are those of its own step."""
         self.strategy.prepare_optimizer(optimizer)
         precision = self.precision
         if type(precision).convert_optimizer is not Precision.convert_optimizer:
@@ -834,18 +839,33 @@ class StepEngine(StrategyPart):
                 fix="Use precision='bf16-mixed' or another optimizer.",
                 argument="precision",
             )
-        unscaled = self.unscaled
+        others = self._scaled = weakref.WeakSet() if self._scaled is None else self._scaled
+        others.add(optimizer)
+        unscaled, stepped = self.unscaled, self.stepped
 
-        def scaled_step(closure: Callable[[], Any] | None = None) -> Any:
+        def scaled_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             result = closure() if closure is not None else None
             # If all batches of a step were skipped, there is nothing to unscale.
-            if _has_gradients(optimizer):
-                scaler.step(optimizer)
-                scaler.update()
-            unscaled.clear()
+            if not _has_gradients(optimizer):
+                unscaled.discard(id(optimizer))
+                return result
+            if id(optimizer) in stepped:
+                self.update_scale()
+            scaler.step(optimizer, **kwargs)
+            stepped.add(id(optimizer))
+            # Gradients of others may come from the same backward: they are unscaled with the same scale.
+            if not any(_has_gradients(other) for other in others if other is not optimizer):
+                self.update_scale()
             return result
 
         return scaled_step
+
+    def update_scale(self) -> None:
+        """Adapt the scale of a scaler to the steps since the last backward, if that is still to be done."""
+        if self.stepped and self.scaler is not None:
+            self.scaler.update()
+            self.stepped.clear()
+            self.unscaled.clear()
 
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return ``zero_grad()`` for ``optimizer``."""

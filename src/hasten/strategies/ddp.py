@@ -455,10 +455,9 @@ class DDPEngine(StepEngine):
             searches = wrapped.find_unused_parameters and not wrapped.static_graph
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
-    def share_buffers(self, wrapped: nn.Module, source: int) -> None:
+    def share_buffers(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
-            for buffer in wrapped.buffers():
-                torch.distributed.broadcast(buffer, source)
+            torch_private.share_ddp_buffers(_current(wrapped))
 
 
 class DDPState(StateIO):

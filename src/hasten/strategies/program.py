@@ -210,8 +210,8 @@ class ProgramMethods:
 
         """
         engine = None if self._runtime is None else self._runtime.engine
-        if engine is not None and not kwargs and (step := engine.step_of(optimizer)) is not None:
-            return step(closure)
+        if engine is not None and (step := engine.step_of(optimizer)) is not None:
+            return step(closure, **kwargs)
         if engine is not None and (module := self.lightning_module) is not None:
             kwargs["model"] = module if model is None else model
         if closure is not None:

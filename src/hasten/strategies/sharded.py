@@ -412,8 +412,8 @@ class DTensorEngine(StepEngine):
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         step, reshard = super().make_step(optimizer), self.strategy.sharding.reshard
 
-        def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
-            result = step(closure)
+        def step_and_reshard(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            result = step(closure, **kwargs)
             # A forward without a backward has left the old weights gathered.
             reshard()
             return result

@@ -235,6 +235,7 @@ def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: 
     if trainer._runtime.scaler is not None:
         saved.save(trainer._runtime.scaler)
         saved.save(trainer._runtime.engine.unscaled)
+        saved.save(trainer._runtime.engine.stepped)
     trainer.__dict__.update(
         _arguments=dataclasses.replace(
             trainer._arguments, enable_autolog_hparams=False, num_sanity_val_steps=0, max_epochs_assumed=False

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hasten._lib.errors import MisconfigurationException, add_note
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
@@ -250,7 +250,7 @@ def export_results(self: Trainer) -> dict[str, Any]:
     assert self._module is not None
     logged = self._logged
     return {
-        "weights": {key: value.cpu() for key, value in self._module.state_dict().items()},
+        "weights": {key: move_to(value, "cpu") for key, value in self._module.state_dict().items()},
         "progress": self._progress.state_dict(),
         "callbacks": [
             (
@@ -268,8 +268,6 @@ def export_results(self: Trainer) -> dict[str, Any]:
 
 def import_results(self: Trainer, results: dict[str, Any]) -> None:
     """Restore what ``export_results`` returned in the first copy."""
-    assert self._module is not None
-    self._module.load_state_dict(results["weights"])
     self._progress.load_state_dict(results["progress"])
     for callback, (state, paths) in zip(self._callbacks, results["callbacks"], strict=False):
         callback.load_state_dict(state)
@@ -279,3 +277,21 @@ def import_results(self: Trainer, results: dict[str, Any]) -> None:
     logged.callback_values, logged.logger_values, logged.bar_values = results["values"]
     self.history = results["history"]
     self.state, self._should_stop = results["state"], results["should_stop"]
+    _import_weights(self, results["weights"])
+
+
+def _import_weights(trainer: Trainer, weights: dict[str, Any]) -> None:
+    """Load the weights of the first copy into the module of this process, in which no hook of the run was called."""
+    module = trainer._module
+    assert module is not None
+    if weights.keys() - module.state_dict().keys():
+        module.configure_model()
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise make_error(
+            RuntimeError,
+            f"strategy={trainer.strategy.name!r}: the run is complete, and its weights do not fit the "
+            f"{type(module).__name__} of this process: {error}",
+            fix="Make all layers in __init__() or configure_model(); in setup() only the other processes make them.",
+        ) from error

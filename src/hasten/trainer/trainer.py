@@ -42,6 +42,7 @@ from hasten.machine.signals import LeaveRun, StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
+from hasten.optim import HastenOptimizer
 from hasten.optim.backward import to_clip
 from hasten.profilers.base import PassThroughProfiler, Profiler
 from hasten.profilers.base import resolve as resolve_profiler
@@ -603,7 +604,7 @@ class Trainer(TrainerView):
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
             with recorded(self, run) as begin_record:
                 try:
-                    self._between_batches = True
+                    self._between_batches, self._released = True, False
                     checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
                     with watched, profiled(run, self.profiler, lambda: self.log_dir):
                         prepare(run, self._callbacks, self._datamodule, checkpoint)
@@ -718,6 +719,10 @@ class Trainer(TrainerView):
 
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
+        if self._released:
+            # An error of a teardown: all hooks have been called, and everything is closed.
+            self.state.stage = None
+            return
         try:
             self._runtime.finish_saves(failed=True)
             self._runtime.strategy.on_exception(error)
@@ -729,6 +734,7 @@ class Trainer(TrainerView):
                 self.state.stage = None
 
     def _release(self, run: Run, status: str) -> None:
+        self._released = True
         try:
             self._logged.deliver(wait=True)
             run.observers.pace.end()
@@ -827,6 +833,9 @@ class Trainer(TrainerView):
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
+        if self._runtime.engine.unscale is not None:
+            given: Any = optimizer
+            self._runtime.engine.unscale(given.optimizer if isinstance(given, HastenOptimizer) else given)
         if self._runtime.engine.clips_by_program:
             self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
         elif algorithm == "value":

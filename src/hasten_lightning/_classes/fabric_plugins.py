@@ -35,7 +35,7 @@ class MixedPrecision(builtin.MixedPrecision, metaclass=Facade):
     @exactly
     def __init__(self, given: dict[str, Any]) -> None:
         forward(MixedPrecision, self, given)
-        self.convert_inputs_to_16_bits()
+        self.convert_inputs(to_16_bits=True)
 
 
 class FSDPPrecision(ShardedMethods, fsdp.FSDPPrecision, metaclass=Facade):

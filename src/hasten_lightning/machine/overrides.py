@@ -98,12 +98,11 @@ class ProgramEngine(_Engine):
         self._steps[id(optimizer)] = step
         strategy, unscaled = self._owner, self._inner.unscaled
 
-        def step_of_program(closure: Callable[[], Any] | None = None) -> Any:
+        def step_of_program(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             if closure is None and strategy.lightning_module is not None:
                 closure = nothing
-            result = (
-                strategy.optimizer_step(optimizer) if closure is None else strategy.optimizer_step(optimizer, closure)
-            )
+            given = () if closure is None else (closure,)
+            result = strategy.optimizer_step(optimizer, *given, **kwargs)
             unscaled.clear()
             return result
 

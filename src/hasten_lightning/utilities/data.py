@@ -205,25 +205,29 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
 
     Raises:
         FileNotFoundError: the folder does not exist.
+        OSError: the first process cannot write there.
 
     """
     folder = Path(os.getcwd() if path is None else path)
     if "://" in str(path) or strategy.world_size == 1:
         return True
-    if not folder.exists():
-        raise make_error(
-            FileNotFoundError, f"is_shared_filesystem(path={str(path)!r}): the folder does not exist.", argument="path"
-        )
-    own = None
+    own = failed = ""
     if strategy.is_global_zero:
-        handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
-        os.close(handle)
-    name = strategy.broadcast(own) or ""
+        try:
+            handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
+            os.close(handle)
+        except OSError as error:
+            failed = "the folder does not exist" if isinstance(error, FileNotFoundError) else str(error)
+    # All processes raise, as the others would wait for the first one.
+    name, failed = strategy.broadcast((own, failed))
+    if failed:
+        kind = OSError if folder.exists() else FileNotFoundError
+        raise make_error(kind, f"is_shared_filesystem(path={str(path)!r}): {failed}.", argument="path")
     deadline = time.monotonic() + timeout
     while not (seen := os.path.exists(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     everywhere = bool(strategy.reduce_boolean_decision(seen, all=True))
-    if own is not None:
+    if own:
         os.unlink(own)
     return everywhere
 

@@ -105,6 +105,11 @@ class BatchSource:
         """Return what ``reopen`` needs after ``count`` batches of this epoch, as plain data."""
         return {} if self._replay is None else {"notes": self._replay.notes(count)}
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether ``state`` is known one batch before the last one, too: nothing in this process has moved on."""
+        return self._stateful.keys() <= {"sampler"}
+
     def between_epochs(self) -> State:
         """Return what has to be restored before the next epoch."""
         return {name: copy.deepcopy(state_between(part)) for name, part in self._stateful.items()}

@@ -370,6 +370,11 @@ class Stream:
         """Change the last batch for ``state_dict(again=True)``."""
         self._position.last = change(self._position.last)
 
+    def drop_held_unless(self, may_be_stored: Callable[[Any], bool]) -> None:
+        """Have ``state_dict(again=True)`` read the last batch again if it may not be stored, where the loader can."""
+        if self._source.goes_back and not may_be_stored(self._position.last):
+            self._position.last = _END
+
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         """Return the position after ``consumed`` batches of this epoch, as plain data.
 
@@ -388,6 +393,8 @@ class Stream:
             return {**self._end(), "source": self._source.between_epochs()}
         again = _yields_again(self, consumed, again)
         position = self._position
+        if again and position.last is _END:
+            return self._before_last()
         repeated = {"again": position.last} if again else {}
         if self._next_epoch is not None:
             return {**self._next_epoch.end_before, "epoch": self.epoch, **repeated}
@@ -405,6 +412,19 @@ class Stream:
             "ahead": before,
             "source": self._source.state(position.consumed) if before is None else before["source"],
         }
+
+    def _before_last(self) -> dict[str, Any]:
+        """Return the position before the last batch that was yielded."""
+        rank_zero_warn(
+            f"{self.name}: a checkpoint does not hold a batch with objects of the program, so the resumed run reads it "
+            "again, with other random numbers if reading it draws any."
+        )
+        before = self._position.consumed - 1
+        source = self._source.state(before)
+        state = {**self._end(), "consumed": before, "order": self._order(before), "ended": False, "exhausted": False}
+        # The first batch, with which samplers draw their order, is fetched at once after the epoch has begun again.
+        ahead = None if before else {"generators": [], "source": source}
+        return {**state, "start": self._start, "ahead": ahead, "source": source}
 
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``.
@@ -833,6 +853,10 @@ class CombinedStream:
     def replace_held(self, change: Callable[[Any], Any]) -> None:
         for reader in self._readers:
             reader.stream.replace_held(change)
+
+    def drop_held_unless(self, may_be_stored: Callable[[Any], bool]) -> None:
+        for reader in self._readers:
+            reader.stream.drop_held_unless(may_be_stored)
 
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         if self._loaded is not None:
