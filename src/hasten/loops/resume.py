@@ -19,7 +19,7 @@ from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
-from hasten.checkpoint.files import is_plain, not_found, objects_allowed, present
+from hasten.checkpoint.files import not_found, present
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -205,10 +205,7 @@ class RunState:
             metrics = run.metrics.state_dict()
         # Nothing is left of an epoch whose last batch is done, although it may have been left with a batch in hand.
         consumed = None if progress.last_batch else progress.batch
-        again = _begins_batch_again(run)
-        if again and not objects_allowed():
-            run.data.train.stream.drop_held_unless(is_plain)
-        data = run.data.train.state_dict(consumed, again=again)
+        data = run.data.train.state_dict(consumed, again=_begins_batch_again(run))
         evaluations = run.data.validation.state_dict()
         changes = earlier.changes
         if changes is None:

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.checkpoint.files import is_plain, objects_allowed
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loader_parts import samplers_of
@@ -343,10 +344,11 @@ class StageData:
             again: whether the last batch that was yielded has to come again.
 
         """
-        return [
-            stream.state_dict(stream.position if consumed is None else consumed, again=again)
-            for stream in self._streams or ()
-        ]
+        streams = self._streams or ()
+        if again and not objects_allowed():
+            for stream in streams:
+                stream.drop_held_unless(is_plain)
+        return [stream.state_dict(stream.position if consumed is None else consumed, again=again) for stream in streams]
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], *, moved: bool = False) -> list[int]:
         """Continue where ``state_dict`` was taken; an interrupted evaluation starts again.

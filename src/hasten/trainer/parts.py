@@ -68,6 +68,7 @@ def close_loggers(loggers: Iterable[Any], status: str) -> Exception | None:
             logger.finalize(status)
         except Exception as error:
             if status == "success":
+                add_note(error, f"The last values of {type(logger).__name__} are not written.")
                 failure = failure or error
             else:
                 # What ended the run is raised.
