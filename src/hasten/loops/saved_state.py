@@ -668,7 +668,8 @@ def _saves(owner: object) -> bool:
         return vars(owner).get(name, getattr(type(owner), name, None))
 
     # As ``member`` finds them, without 13 Python calls for each owner in every epoch.
-    own, kind = vars(owner), type(owner)
+    kind: Any = type(owner)
+    own = vars(owner)
     called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
     if own.get("save_on_exception") or _saves_after_exception(kind):
         return True
