@@ -298,6 +298,22 @@ def test_optimizers_that_step_after_one_backward_are_unscaled_once_and_with_its_
     assert precision.scaler.get_scale() == 8.0 * 2**2
 
 
+def test_a_step_that_is_left_out_after_clipping_leaves_the_next_one_scaled_right() -> None:
+    class Skips(OneLoss):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx != 1:
+                super().training_step(batch, batch_idx)
+                return
+            optimizers: Any = self.optimizers()
+            self.manual_backward(self.layer(batch[0]).pow(2).mean())
+            self.clip_gradients(optimizers[1], gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+    scaled, plain = Skips("norm"), Skips("norm")
+    quiet(plugins=ScaledBy(), limit_train_batches=3).fit(scaled, loader())
+    quiet(limit_train_batches=3).fit(plain, loader())
+    assert same_weights(scaled, plain)
+
+
 def test_manual_backward_under_automatic_optimization_is_refused() -> None:
     class Wrong(Clipped):
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -325,9 +325,9 @@ def _hear_all(listeners: list[Call], exception: BaseException) -> None:
         except Exception as error:
             if error.__cause__ is exception:
                 translated = error
-                continue
-            ended = f"{type(exception).__name__} ended the run"
-            rank_zero_warn(f"{ended}, and a hook on_exception raised {type(error).__name__}: {error}")
+            else:
+                ended = f"{type(exception).__name__} ended the run"
+                rank_zero_warn(f"{ended}, and a hook on_exception raised {type(error).__name__}: {error}")
     if translated is not None:
         raise translated
 

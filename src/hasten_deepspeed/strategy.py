@@ -761,7 +761,13 @@ class ZeroEngine(StepEngine):
 
         self.strategy.prepare_optimizer(optimizer)
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            if kwargs:
+                raise make_error(
+                    TypeError,
+                    f"optimizer.step({', '.join(kwargs)}=...) with strategy='deepspeed': the engine takes none.",
+                    fix="Leave the arguments out.",
+                )
             result = closure() if closure is not None else None
             engine = self.strategy.deepspeed_engine
             factor, self.factor, opened, self.holds_gradients = self.factor, None, self.holds_gradients, False

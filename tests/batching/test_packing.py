@@ -129,6 +129,13 @@ def test_labels_of_a_type_without_the_ignored_label_get_another(kind: torch.dtyp
     assert pad_collate(samples)["labels"].tolist() == [[1, 0], [1, -100]]
 
 
+def test_tokens_of_16_bits_without_sign() -> None:
+    samples = [{"input_ids": torch.tensor(each, dtype=torch.uint16)} for each in ([5, 60000], [7])]
+    for batch in (pack(samples, 4), pad_collate(samples)):
+        assert batch["input_ids"].dtype == torch.uint16
+        assert batch["input_ids"].flatten()[:2].tolist() == [5, 60000]
+
+
 def test_a_field_has_a_type_for_all_samples() -> None:
     samples = [{"input_ids": [], "w": []}, {"input_ids": [2**24 + 1], "w": [1]}, {"input_ids": [3], "w": [0.5]}]
     for batch in (pack(samples), pad_collate(samples)):

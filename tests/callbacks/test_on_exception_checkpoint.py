@@ -222,6 +222,14 @@ def test_a_batch_that_failed_counts_once(tmp_path: Path, place: str, at: int, ac
     assert resumed.lightning_module.seen == whole.lightning_module.seen
 
 
+def test_an_error_within_an_accumulation_says_what_counts_twice(tmp_path: Path) -> None:
+    model: Fragile = type("Fragile", (Fragile,), {"at": 1, "place": "on_after_backward"})()
+    trainer = quiet(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, accumulate_grad_batches=2)
+    with warned(UserWarning, says=("batch 1 of epoch 1", "gradients with which")), pytest.raises(RuntimeError):
+        trainer.fit(model, loader(24))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_an_error_after_the_step_says_that_it_is_repeated(tmp_path: Path) -> None:
     class Steps(Failing):
         def __init__(self) -> None:

@@ -293,6 +293,15 @@ def local(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).removeprefix("file://")
 
 
+def modified(path: str) -> float:
+    """Return when a file or folder was last written, in seconds since the epoch; 0.0 where nothing tells."""
+    with suppress(Exception):  # each file system has its own
+        return (
+            os.path.getmtime(local(path)) if not is_url(path) else float(file_system(path).modified(path).timestamp())
+        )
+    return 0.0
+
+
 def file_system(url: str, storage_options: dict[str, Any] | None = None) -> Any:
     """Return the fsspec file system of a URL."""
     from hasten._lib.optional import need

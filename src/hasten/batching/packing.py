@@ -85,6 +85,34 @@ def pack(
     if not samples:
         raise ValueError("pack(): there are no samples.")
     fields = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+    columns, main, packed_keys = _columns(fields)
+    lengths = list(map(len, columns[main]))
+    layout, width = _layout(lengths, max_length, rows, multiple_of)
+    order = [place for row in layout for place in row]
+    batch: dict[str, Any] = {}
+    for key, values in columns.items():
+        if key in packed_keys:
+            _check_shapes(key, [each.shape[1:] for each in values], main)
+            value = (padding or {}).get(key, default_padding(key))
+            batch[key] = _laid_out(of_one_type(values, value), layout, width, value)
+        else:
+            _check_shapes(key, [each.shape for each in values], main)
+            batch[key] = torch.stack([values[place] for place in order])
+    batch["position_ids"] = _laid_out([torch.arange(length) for length in lengths], layout, width, 0)
+    numbers = {place: torch.full((lengths[place],), number) for number, place in enumerate(order)}
+    batch["document_ids"] = _laid_out(numbers, layout, width, -1)
+    if next_token:
+        _cut_labels(batch, main, packed_keys)
+    starts, ends = _bounds(lengths, layout, width)
+    batch["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
+    batch["max_seqlen"] = max(after - before for before, after in pairwise(ends))
+    batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
+    batch["document_order"] = torch.tensor(order, dtype=torch.int64)
+    return batch
+
+
+def _columns(fields: list[dict[Any, Any]]) -> tuple[dict[Any, list[Tensor]], Hashable, list[Any]]:
+    """Return the values of each field without padding, the field of the sequence, and those that are as long as it."""
     check_same_fields("pack()", fields)
     columns = {
         key: [tensor_of(each[key], f"pack(): the field {key!r} of sample {place}") for place, each in enumerate(fields)]
@@ -100,29 +128,7 @@ def pack(
         used = [_used(mask, length, place) for place, (mask, length) in enumerate(zip(masks, lengths, strict=True))]
         for key in packed_keys:
             columns[key] = [value[part] for value, part in zip(columns[key], used, strict=True)]
-        lengths = list(map(len, columns[main]))
-    layout, width = _layout(lengths, max_length, rows, multiple_of)
-    order = [place for row in layout for place in row]
-    batch: dict[str, Any] = {}
-    for key, values in columns.items():
-        is_packed = key in packed_keys
-        _check_shapes(key, [value.shape[is_packed:] for value in values], main)
-        if is_packed:
-            value = (padding or {}).get(key, default_padding(key))
-            batch[key] = _laid_out(of_one_type(values, value), layout, width, value)
-        else:
-            batch[key] = torch.stack([values[place] for place in order])
-    batch["position_ids"] = _laid_out([torch.arange(length) for length in lengths], layout, width, 0)
-    numbers = {place: torch.full((lengths[place],), number) for number, place in enumerate(order)}
-    batch["document_ids"] = _laid_out(numbers, layout, width, -1)
-    if next_token:
-        _cut_labels(batch, main, packed_keys)
-    starts, ends = _bounds(lengths, layout, width)
-    batch["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
-    batch["max_seqlen"] = max(after - before for before, after in pairwise(ends))
-    batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
-    batch["document_order"] = torch.tensor(order, dtype=torch.int64)
-    return batch
+    return columns, main, packed_keys
 
 
 def _used(mask: Tensor, length: int, place: int) -> slice:

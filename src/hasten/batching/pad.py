@@ -244,9 +244,9 @@ def of_one_type(tensors: Sequence[Tensor], padding: float) -> list[Tensor]:
     """Return the tensors of a field in a type for all of them, which for whole numbers holds the padding too."""
     # An empty list is a tensor of floats.
     kinds = {tensor.dtype for tensor in tensors if tensor.numel()} or {tensors[0].dtype}
-    dtype, value = functools.reduce(torch.promote_types, kinds), torch.as_tensor(padding)
-    if not (dtype.is_floating_point or dtype.is_complex) and value.to(dtype) != value:
-        dtype = torch.promote_types(dtype, value.dtype)
+    dtype = functools.reduce(torch.promote_types, kinds)
+    if not (dtype.is_floating_point or dtype.is_complex) and torch.tensor(padding).to(dtype).item() != padding:
+        dtype = torch.int64 if padding == int(padding) else torch.get_default_dtype()
     return [tensor.to(dtype) for tensor in tensors]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -184,7 +183,7 @@ class ModelCheckpoint(Checkpoint):
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
     # The optimizer steps when the last batch had ended.
-    _step_before: int = 0
+    _step_before: int | None = None
     # Whether the ranking is that of the checkpoint from which the run was resumed.
     _resumed: bool = False
     # Whether the run that has begun is no fit.
@@ -330,7 +329,7 @@ class ModelCheckpoint(Checkpoint):
         """Choose the folder, and remove temporary files of killed writers."""
         folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
         fits = stage == TrainerFn.FITTING
-        self.dirpath, self._evaluates = folder, not fits
+        self.dirpath, self._evaluates, self._step_before = folder, not fits, None
         if self.save_last == "link" and is_url(folder):
             raise make_error(
                 ValueError,
@@ -349,8 +348,6 @@ class ModelCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and check what is in the folder."""
         self._last_time_checked = time.monotonic()
-        if self._every_n_train_steps:
-            self._step_before = trainer.global_step
         self._source.start(trainer)
         if self._last_checkpoint_saved and begins_anew(trainer):
             self._begin_ranking()
@@ -427,10 +424,10 @@ class ModelCheckpoint(Checkpoint):
             return
         position = _position(trainer)
         if isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError)):
-            is_saved = position in (self._saved_at, self._last_at)
+            is_saved = not self.save_weights_only and position in (self._saved_at, self._last_at)
             if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
                 self._save_stopped(trainer)
-        elif self.save_on_exception and self._saved_at != position and _all_failed(type(self).__name__, trainer):
+        elif self.save_on_exception and self._saved_at != position and _all_failed(self, trainer):
             candidates = self._monitor_candidates(trainer)
             path = self._get_metric_interpolated_filepath_name(candidates, trainer)
             with self._undo_on_failure():
@@ -441,7 +438,8 @@ class ModelCheckpoint(Checkpoint):
     def _due_after_batch(self, trainer: Trainer) -> bool:
         if self._train_time_interval is None:
             step, every = trainer.global_step, self._every_n_train_steps
-            before, self._step_before = min(self._step_before, step - 1), step
+            before = step - 1 if self._step_before is None else min(self._step_before, step - 1)
+            self._step_before = step
             # Not a remainder: in manual optimization, a batch may have several steps. The batches of one accumulation
             # share a step: save once.
             return every > 0 and step // every > before // every and step != self._last_global_step_saved
@@ -905,7 +903,15 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def find_last(self, trainer: Trainer) -> str | None:
         """Return the file if it is there and undamaged: ``ckpt_path="last"`` means it if it is the newest."""
-        found = [self.ckpt_path] if trainer.is_global_zero and exists(self.ckpt_path) else []
+        found, failure = list[str](), ""
+        if trainer.is_global_zero:
+            try:
+                found = [self.ckpt_path] if exists(self.ckpt_path) else []
+            except Exception as error:  # each file system has its own
+                failure = f"{type(error).__name__}: {error}"
+        failure = trainer.strategy.broadcast(failure)
+        if failure:
+            raise OSError(f"ckpt_path='last': {self.ckpt_path} cannot be read: {failure}")
         return checkpoint_files.first_whole(found, trainer.runtime.checkpoint_io, trainer.strategy)
 
     def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
@@ -918,7 +924,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return
         if not trainer.optimizers:
             return  # not set up yet: there is nothing to resume
-        if not _all_failed("OnExceptionCheckpoint", trainer):
+        if not _all_failed(self, trainer):
             return
         try:
             trainer.save_checkpoint(self.ckpt_path)
@@ -936,20 +942,20 @@ class OnExceptionCheckpoint(Checkpoint):
             remove(self.ckpt_path)
 
 
-# How long a process that failed waits for the others, and the number of times that it has done so.
+# How long a process that failed waits for the others.
 _PATIENCE_SECONDS = 15.0
-_failures = itertools.count(1)
 
 
-def _all_failed(owner: str, trainer: Trainer) -> bool:
+def _all_failed(callback: Checkpoint, trainer: Trainer) -> bool:
     """Return whether every process failed, and warn if not: those still training would block a checkpoint."""
     if not trainer.runtime.several_processes:
         return True
-    failed = agreement.all_at(f"failure-{next(_failures)}", patience_seconds=_PATIENCE_SECONDS)
+    place = f"failure/{trainer.current_run.limits.number}/{trainer.callbacks.index(callback)}"
+    failed = agreement.all_at(place, patience_seconds=_PATIENCE_SECONDS)
     if not failed:
         rank_zero_warn(
-            f"{owner}: the exception was raised on some processes only, and a checkpoint needs all, so nothing was "
-            "saved.",
+            f"{type(callback).__name__}: the exception was raised on some processes only, and a checkpoint needs all, "
+            "so nothing was saved.",
             fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
         )
     return failed

@@ -414,7 +414,7 @@ class MetricSource:
 
 
 def begins_anew(trainer: Trainer) -> bool:
-    """Return whether training starts that continues no other, neither of a checkpoint nor of the same Trainer."""
+    """Return whether training starts from nothing: from no checkpoint, and after no earlier fit of this Trainer."""
     return trainer.ckpt_path is None and not trainer.progress.total_batches
 
 

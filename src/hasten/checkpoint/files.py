@@ -351,8 +351,8 @@ def may_resume(path: str | os.PathLike[str]) -> bool:
         False
 
     """
-    # Whether it is whole is for ``verify`` to say.
-    with suppress(*_NOT_AN_ARCHIVE):
+    # Whether it can be read, and is whole, is for ``verify`` to say.
+    with suppress(Exception):
         place = _folder_at(path)
         with _opened(path) if place is None else place.open(CONTENTS_FILE, "rb") as file:
             if zipfile.is_zipfile(file):

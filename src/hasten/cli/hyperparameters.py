@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -192,20 +192,30 @@ def _name_enum_members(hparams: dict[str, Any], kind: type) -> None:
     """Replace values of enums by their names, which jsonargparse reads; without a command line values are saved."""
     hints = _hints(kind)
     for name, value in hparams.items():
-        enums = [each for each in classes_in(hints.get(name)) if issubclass(each, Enum)]
-        if enums:
-            hparams[name] = _named_members(value, enums)
+        hparams[name] = _named_members(value, hints.get(name))
 
 
-def _named_members(value: Any, enums: Sequence[type[Enum]]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_named_members(each, enums) for each in value)
-    if isinstance(value, dict):
-        return {key: _named_members(each, enums) for key, each in value.items()}
-    names = {name for enum in enums for name in enum.__members__}
-    if isinstance(value, str) and value in names:
+def _named_members(value: Any, hint: Any) -> Any:
+    """Return a value with members of enums, where its type hint has an enum, by their names."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _member_name(value, hint)
+    if origin in (Union, types.UnionType):
+        named = (found for one in arguments if (found := _named_members(value, one)) != value)
+        return next(named, value)
+    if isinstance(value, dict) and len(arguments) == 2:
+        return {key: _named_members(each, arguments[1]) for key, each in value.items()}
+    if type(value) in (list, tuple) and arguments:
+        is_fixed = origin is tuple and len(arguments) == len(value) and ... not in arguments
+        each_hint = arguments if is_fixed else [arguments[0]] * len(value)
+        return type(value)(map(_named_members, value, each_hint))
+    return value
+
+
+def _member_name(value: Any, enum: type[Enum]) -> Any:
+    if not isinstance(value, Hashable) or value in enum.__members__:
         return value
-    return next((member.name for enum in enums for member in enum if member.value == value), value)
+    return next((member.name for member in enum if member.value == value), value)
 
 
 def _refuse_unsafe(kind: type, hparams: Mapping[str, Any], source: str) -> type:

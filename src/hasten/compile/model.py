@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -165,9 +165,10 @@ _UNTIL_EXIT: WeakSet[CompiledModel] = WeakSet()
 
 @atexit.register
 def _leave_at_exit() -> None:
-    for model in list(_UNTIL_EXIT):
-        if model._until_exit is not None:
-            model._until_exit.__exit__(None, None, None)
+    with ExitStack() as stack:
+        for model in list(_UNTIL_EXIT):
+            if model._until_exit is not None:
+                stack.push(model._until_exit)
 
 
 # In the module's own dictionary: a global table would keep every compiled model alive.

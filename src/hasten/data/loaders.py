@@ -81,7 +81,7 @@ def prepare(
         return loader
     train = stage == "train"
     seed = order_seed(seed)
-    # An order that is drawn once does not tell that it is one process's part.
+    # Asked first: a list of indices no longer shows that it is one process's part.
     is_divided = _is_divided(loader, num_replicas)
     if overfit:
         loader = _unshuffled(loader, name, seed)

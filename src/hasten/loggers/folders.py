@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten._lib import check
+from hasten._lib.errors import add_note
 from hasten._lib.files import file_system as file_system
 from hasten._lib.files import is_url as is_url
 from hasten._lib.files import local as local
@@ -42,7 +43,8 @@ def exists(path: str) -> bool:
     try:
         return bool(file_system(path).exists(path))
     except OSError as error:
-        raise type(error)(error.errno, f"could not look for {path}: {error.strerror or error}") from error
+        add_note(error, f"It was asked for {path}.")
+        raise
 
 
 def entries(path: str) -> list[str]:

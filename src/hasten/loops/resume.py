@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
+from hasten._lib.files import modified
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to, parameters_of
@@ -344,24 +345,26 @@ def _begins_batch_again(run: Run) -> bool:
     return run.progress.begun and not run.progress.last_batch and has_batch_in_hand(run)
 
 
-@contextmanager
-def _after_exception(run: Run) -> Iterator[None]:
-    """Show the state in which a batch that failed began; where that is lost, say what is not exact."""
+def _after_exception(run: Run) -> AbstractContextManager[None]:
+    """Return what shows the state in which a batch that failed began; where that is lost, say what is not exact."""
     progress, start = run.progress, run.resume.batch_start
     # Before the first hook of a batch, the batch in hand may be the only one of the epoch before.
     if not has_batch_in_hand(run) or (start is None and run.window.is_last_batch):
-        yield
-        return
+        return nullcontext()
     why = "the random numbers and gradients it began with are gone" if start is None else start.why_lost()
     if start is not None and not why:
-        with start.shown():
-            yield
-        return
+        return start.shown()
     rank_zero_warn(
-        f"A checkpoint is saved after an exception in batch {progress.batch} of epoch {progress.epoch + 1}: a run "
-        f"resumed from it begins the batch again, and {why}: what the batch did before the exception counts twice."
+        f"A checkpoint is saved after an exception in batch {progress.batch} of epoch {progress.epoch + 1}; a run "
+        f"resumed from it repeats that batch, but {why}, so what the batch had already done is applied twice."
     )
-    # The epoch does not begin again, if it was its first batch.
+    return _epoch_has_begun(run)
+
+
+@contextmanager
+def _epoch_has_begun(run: Run) -> Iterator[None]:
+    """Have the epoch not begin again, if it ended in its first batch."""
+    progress = run.progress
     was_begun, progress.begun = progress.begun, True
     try:
         yield
@@ -459,10 +462,7 @@ def find_last(trainer: Trainer) -> str | None:
         for callback in trainer.checkpoint_callbacks
         if hasattr(callback, "find_last") and (path := callback.find_last(trainer)) is not None
     ]
-    if not paths:
-        return None
-    local = [path for path in paths if os.path.exists(path)]
-    return str(max(local, key=os.path.getmtime) if local else paths[0])
+    return str(max(paths, key=modified)) if paths else None
 
 
 # -- a checkpoint saved inside a validation holds what makes a resumed run repeat the validation

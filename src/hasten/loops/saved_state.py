@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.tree import map_tensors, parameters_of
+from hasten._lib.tree import leaves, map_tensors, parameters_of
 from hasten.checkpoint.snapshots import (
     FOREIGN,
     SavedBuffers,
@@ -569,11 +569,11 @@ def _copied(value: Any) -> Any:
 
 # -- a checkpoint saved inside a batch holds the state in which the batch began
 
-# What is called between fetching a batch and moving the counters, an exception included.
+# What is called between fetching a batch and moving the counters.
 _CALLED_INSIDE = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
     "training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward",
-    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "on_exception",
+    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
 )  # fmt: skip
 
 
@@ -581,10 +581,18 @@ class BatchStart:
     """The state in which the current batch began, for runs whose hooks save checkpoints inside a batch.
 
     A resumed run computes that batch again from its beginning: the same weights, gradients and random numbers.
+
+    Args:
+        run: the run.
+        saves_inside: whether hooks save inside of any batch, not only after an exception. For an exception alone no
+            copies of the gradients of an open accumulation are kept: they may take as much memory as the model.
+
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, saves_inside: bool) -> None:
         self._run = run
+        self._saves_inside = saves_inside
+        self._is_kept = True
         self._state = StepState(run)
         self._earlier = Earlier()
         self._versions: list[int] = []
@@ -597,6 +605,11 @@ class BatchStart:
         for item in batches:
             # The gradients of a step that is done are cleared before they are needed.
             may_count = run.window.gradients_may_count()
+            self._is_kept = self._saves_inside or not may_count
+            self._versions = self._weight_versions()
+            if not self._is_kept:
+                yield item
+                continue
             if may_count:
                 # What is held back outside of the parameters belongs to them, too.
                 run.runtime.engine.sync_gradients(run.module)
@@ -604,14 +617,13 @@ class BatchStart:
             self._earlier = Earlier(
                 metrics=run.metrics.state_dict(copied=True), changes=run.module_changes.state_dict()
             )
-            self._versions = self._weight_versions()
             self._options = [
                 (group, map_tensors(Tensor.clone, {key: value for key, value in group.items() if key != "params"}))
                 for optimizer in run.optimizers
                 for group in optimizer.param_groups
             ]
             # A step may change its batch, and the resumed run needs it whole.
-            run.data.train.stream.replace_held(_copied_batch)
+            run.data.train.stream.replace_held(self._copied)
             yield item
 
     def why_lost(self) -> str:
@@ -619,6 +631,8 @@ class BatchStart:
         run = self._run
         if self._versions != self._weight_versions() or run.averages.optimizers:
             return "its weights have changed since the batch began"
+        if not self._is_kept:
+            return "the gradients with which it began are not kept"
         if run.observers.guard is not None:
             return f"what on_bad_loss={run.arguments.on_bad_loss!r} has found in it so far would count twice"
         return ""
@@ -641,16 +655,19 @@ class BatchStart:
                 for group, options in present:
                     group.update(options)
 
+    def _copied(self, batch: Any) -> Any:
+        device = self._run.runtime.device
+        # What is moved is copied already, and after an exception nobody asks what a hook did to it before.
+        if not self._saves_inside and all(each.device != device for each in leaves(batch) if isinstance(each, Tensor)):
+            return batch
+        try:
+            return deepcopy(batch)
+        except Exception:  # such as of a handle; that is no reason not to train
+            return batch
+
     def _weight_versions(self) -> list[int]:
         weights = (*parameters_of(*self._run.optimizers), *self._run.module.parameters())
         return [parameter._version for parameter in weights]
-
-
-def _copied_batch(batch: Any) -> Any:
-    try:
-        return deepcopy(batch)
-    except Exception:  # such as of a handle; that is no reason not to train
-        return batch
 
 
 def batch_start(run: Run) -> BatchStart | None:
@@ -659,11 +676,13 @@ def batch_start(run: Run) -> BatchStart | None:
     Keeping it takes time in each step, so nobody else pays: the code of the hooks that are called inside a batch, and
     of the methods and functions that they call, is searched for ``save_checkpoint``.
     """
-    owners = run.hooks.owners()
-    return BatchStart(run) if any(map(_saves, owners)) else None
+    found = set(map(_saves, run.hooks.owners())) - {""}
+    return BatchStart(run, saves_inside="inside" in found) if found else None
 
 
-def _saves(owner: object) -> bool:
+def _saves(owner: object) -> Literal["inside", "after", ""]:
+    """Return whether a hook saves checkpoints inside a batch, or after an exception in one."""
+
     def member(name: str) -> Any:
         return vars(owner).get(name, getattr(type(owner), name, None))
 
@@ -671,9 +690,9 @@ def _saves(owner: object) -> bool:
     kind: Any = type(owner)
     own = vars(owner)
     called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
-    if own.get("save_on_exception") or _saves_after_exception(kind):
-        return True
-    return any("save_checkpoint" in names_in(function) for function in functions_reached(called, member))
+    if any("save_checkpoint" in names_in(function) for function in functions_reached(called, member)):
+        return "inside"
+    return "after" if own.get("save_on_exception") or _saves_after_exception(kind) else ""
 
 
 @functools.cache

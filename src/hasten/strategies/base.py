@@ -841,13 +841,12 @@ class StepEngine(StrategyPart):
             )
         others = self._scaled = weakref.WeakSet() if self._scaled is None else self._scaled
         others.add(optimizer)
-        unscaled, stepped = self.unscaled, self.stepped
+        stepped = self.stepped
 
         def scaled_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             result = closure() if closure is not None else None
             # If all batches of a step were skipped, there is nothing to unscale.
             if not _has_gradients(optimizer):
-                unscaled.discard(id(optimizer))
                 return result
             if id(optimizer) in stepped:
                 self.update_scale()
@@ -861,8 +860,11 @@ class StepEngine(StrategyPart):
         return scaled_step
 
     def update_scale(self) -> None:
-        """Adapt the scale of a scaler to the steps since the last backward, if that is still to be done."""
-        if self.stepped and self.scaler is not None:
+        """Adapt the scale of a scaler to what was stepped, or unscaled and dropped, since the last backward."""
+        if self.scaler is None:
+            return
+        waiting = (each for each in self._scaled or () if id(each) in self.unscaled)
+        if self.stepped or (self.unscaled and not any(map(_has_gradients, waiting))):
             self.scaler.update()
             self.stepped.clear()
             self.unscaled.clear()

@@ -294,5 +294,5 @@ def _import_weights(trainer: Trainer, weights: dict[str, Any]) -> None:
             RuntimeError,
             f"strategy={trainer.strategy.name!r}: the run is complete, and its weights do not fit the "
             f"{type(module).__name__} of this process: {error}",
-            fix="Make all layers in __init__() or configure_model(); in setup() only the other processes make them.",
+            fix="Create all layers in __init__() or configure_model(): setup() runs only in the started processes.",
         ) from error

@@ -720,7 +720,7 @@ class Trainer(TrainerView):
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
         if self._released:
-            # An error of a teardown: all hooks have been called, and everything is closed.
+            # An error of a teardown: the hooks have run as far as the one that raised, and everything is closed.
             self.state.stage = None
             return
         try:
@@ -734,12 +734,12 @@ class Trainer(TrainerView):
                 self.state.stage = None
 
     def _release(self, run: Run, status: str) -> None:
-        self._released = True
         try:
             self._logged.deliver(wait=True)
             run.observers.pace.end()
             self._logged.loss_report = None
             self._logged.leave()
+            self._released = True
             run.hooks.teardown(self.state.fn or "")
         finally:
             for source in run.data.all():

@@ -103,7 +103,7 @@ class ProgramEngine(_Engine):
                 closure = nothing
             given = () if closure is None else (closure,)
             result = strategy.optimizer_step(optimizer, *given, **kwargs)
-            unscaled.clear()
+            unscaled.discard(id(optimizer))
             return result
 
         return step_of_program

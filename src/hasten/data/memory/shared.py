@@ -87,6 +87,9 @@ class PreloadedDataset(Dataset[Any]):
 
     _hasten_preloaded = True
 
+    # What the dataset looked like before it was read.
+    _look = ""
+
     def __init__(self, dataset: object, kind: Kind | None, files: list[SharedFile]) -> None:
         self.dataset = dataset
         self._kind, self._files = kind, files
@@ -152,12 +155,10 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(data):
         reader.read()  # Raises if the dataset cannot be held for another reason.
         raise make_error(ValueError, f"preload: {shown} is empty.", argument="preload")
-    # Reading may have changed the dataset, such as by a cache, and so its key.
-    if (held := next((each for each in _of_this_process.values() if each.dataset is dataset), None)) is not None:
+    look, key = _key(data, name, ""), _key(data, name, comparable(data))
+    held = _held(dataset, look, key)
+    if held is not None:
         return held
-    key = _key(data, name)
-    if key in _of_this_process:
-        return _of_this_process[key]
     # The first process reads while the others wait for the lock. If it dies meanwhile, the next one reads.
     with _locked(_folder() / f"{name_of_job()}-{key}.json") as file:
         found = _content(file)
@@ -174,6 +175,7 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
         file.truncate()
         json.dump({"files": [asdict(each) for each in files], "in_columns": kind is not None}, file)
     made = _of_this_process[key] = PreloadedDataset(dataset, kind, files)
+    made._look = look
     # Other processes cannot map its files once the dataset is gone.
     weakref.finalize(made, _forget, key, os.getpid())
     size = sum(tensor.nbytes for tensor in made._tensors)
@@ -211,11 +213,17 @@ def _read(reader: DatasetReader) -> tuple[list[SharedFile], Kind | None]:
     return files, None
 
 
-def _key(dataset: Any, name: str | None) -> str:
-    """Return a hash that identifies this dataset within the program, the same in all processes."""
+def _held(dataset: object, look: str, key: str) -> PreloadedDataset | None:
+    """Return what this process holds of a dataset: reading may have changed its key, such as by a cache."""
+    same = (each for each in list(_of_this_process.values()) if each.dataset is dataset and each._look == look)
+    return next(same, _of_this_process.get(key))
+
+
+def _key(dataset: Any, name: str | None, state: object) -> str:
+    """Return a hash that identifies this dataset within the program, the same in all processes, by what it holds."""
     # Parts of a split may have the same ends, and of long lists ``comparable`` reads some elements.
     chosen = list(dataset.indices) if isinstance(dataset, Subset) else None
-    text = f"{full_name(type(dataset))} {len(dataset)} {name} {comparable(dataset)}"
+    text = f"{full_name(type(dataset))} {len(dataset)} {name} {state}"
     with isolate_rng(include_cuda=False):
         samples = pickled([chosen, dataset[0], dataset[len(dataset) - 1]], identical=True)
     return hashlib.sha256(text.encode() + samples).hexdigest()[:24]

@@ -416,8 +416,8 @@ class Stream:
     def _before_last(self) -> dict[str, Any]:
         """Return the position before the last batch that was yielded."""
         rank_zero_warn(
-            f"{self.name}: a checkpoint does not hold a batch with objects of the program, so the resumed run reads it "
-            "again, with other random numbers if reading it draws any."
+            f"{self.name}: the batch holds objects that a checkpoint cannot store, so the resumed run reads it again; "
+            "random numbers that reading draws will differ."
         )
         before = self._position.consumed - 1
         source = self._source.state(before)

@@ -614,7 +614,7 @@ def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[Lo
                 weight = shares.sum() / total
             joined_value = _reduced(numbers, shares, given.get("reduce_fx", "mean"))
             kind = torch.as_tensor(values[0]).dtype
-            # A mean of whole numbers is none.
+            # The mean of whole numbers need not be whole.
             given["value"] = joined_value.to(kind if kind.is_floating_point else torch.get_default_dtype())
         if given_sizes:
             given["batch_size"] = sum(counts)
