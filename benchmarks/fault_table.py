@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
 import ctypes
 import errno
 import functools
@@ -799,6 +800,8 @@ def main() -> None:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         tables = "\n\n".join("\n".join([f"### {_titled(place)}", "", *_HEAD, *rows[place]]) for place in rows)
         PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    with contextlib.suppress(OSError):
+        MEMORY_GROUP.rmdir()
     raise SystemExit(bool(bad))
 
 
