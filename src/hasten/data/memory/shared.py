@@ -155,7 +155,8 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(data):
         reader.read()  # Raises if the dataset cannot be held for another reason.
         raise make_error(ValueError, f"preload: {shown} is empty.", argument="preload")
-    look, key = _key(data, name, ""), _key(data, name, comparable(data))
+    look = _look(data, name)
+    key = _digest(f"{look} {comparable(data)}".encode())
     held = _held(dataset, look, key)
     if held is not None:
         return held
@@ -219,14 +220,18 @@ def _held(dataset: object, look: str, key: str) -> PreloadedDataset | None:
     return next(same, _of_this_process.get(key))
 
 
-def _key(dataset: Any, name: str | None, state: object) -> str:
-    """Return a hash that identifies this dataset within the program, the same in all processes, by what it holds."""
+def _look(dataset: Any, name: str | None) -> str:
+    """Return a hash of a dataset's type, length and first and last samples, the same in all processes."""
     # Parts of a split may have the same ends, and of long lists ``comparable`` reads some elements.
     chosen = list(dataset.indices) if isinstance(dataset, Subset) else None
-    text = f"{full_name(type(dataset))} {len(dataset)} {name} {state}"
+    text = f"{full_name(type(dataset))} {len(dataset)} {name}"
     with isolate_rng(include_cuda=False):
         samples = pickled([chosen, dataset[0], dataset[len(dataset) - 1]], identical=True)
-    return hashlib.sha256(text.encode() + samples).hexdigest()[:24]
+    return _digest(text.encode() + samples)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
 
 
 def _start_time(pid: int) -> int | None:
