@@ -186,7 +186,7 @@ class ModelCheckpoint(Checkpoint):
     _step_before: int | None = None
     # Whether the ranking is that of the checkpoint from which the run was resumed.
     _resumed: bool = False
-    # Whether the run that has begun is no fit.
+    # Whether the current call is an evaluation.
     _evaluates: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
     _writer: BackgroundWriter | None = None

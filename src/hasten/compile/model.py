@@ -37,7 +37,7 @@ class CompiledModel:
         variant: whatever else decides what is computed, such as the precision.
         packed: its blocks compute rows of real tokens.
         autocast: its calls are within ``torch.autocast``.
-        steps_by: the strategy, if it calls the steps of the module by methods of its own.
+        steps_by: the strategy, if the program overrides its ``training_step`` or another step.
 
     """
 

@@ -253,12 +253,12 @@ class InProcessSource(_DataLoaderSource):
         return self._place(number) + ("" if found is None else f", sample {found}")
 
 
-# What a loader whose workers send their states has of its own, or cannot change any more.
+# Attributes that our copy of the loader sets itself, or that are fixed once it is built.
 _KEPT = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn", "num_workers", "prefetch_factor", "_iterator")
 
 
 def _needs_new_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether persistent workers have to begin anew in each epoch, for their dataset to know which it is."""
+    """Return whether workers must be restarted in each epoch, because ``set_epoch`` would not reach their dataset."""
     dataset = users_dataset(loader)
     # Those of Hugging Face have the epoch in memory that all processes share.
     if not callable(getattr(dataset, "set_epoch", None)) or is_hugging_face(dataset):
@@ -266,8 +266,8 @@ def _needs_new_workers(loader: DataLoader[Any]) -> bool:
     kind = type(dataset).__name__
     warn_once(
         f"set-epoch-{kind}",
-        f"the workers of the loader of {kind} start anew in each epoch: persistent workers keep the dataset that they "
-        "began with, and set_epoch() does not reach it.",
+        f"the workers of the loader of {kind} are restarted in each epoch: persistent workers keep the dataset that "
+        "they were started with, and set_epoch() does not reach it.",
         fix="Write persistent_workers=False.",
     )
     return True
