@@ -903,13 +903,9 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def find_last(self, trainer: Trainer) -> str | None:
         """Return the file if it is there and undamaged: ``ckpt_path="last"`` means it if it is the newest."""
-        found, failure = list[str](), ""
-        if trainer.is_global_zero:
-            try:
-                found = [self.ckpt_path] if exists(self.ckpt_path) else []
-            except Exception as error:  # each file system has its own
-                failure = f"{type(error).__name__}: {error}"
-        failure = trainer.strategy.broadcast(failure)
+        found, failure = checkpoint_files.found_by_first(
+            trainer.strategy, lambda: [self.ckpt_path] if exists(self.ckpt_path) else []
+        )
         if failure:
             raise OSError(f"ckpt_path='last': {self.ckpt_path} cannot be read: {failure}")
         return checkpoint_files.first_whole(found, trainer.runtime.checkpoint_io, trainer.strategy)

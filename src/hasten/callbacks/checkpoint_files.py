@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -199,22 +199,20 @@ def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy
         OSError: the folder is there and cannot be read; the run must not begin anew because of that.
 
     """
-    found: list[str] = []
-    failure = ""
-    if strategy.is_global_zero:
-        try:
+
+    def look() -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = find(folder, extension)
             if not found and not is_url(folder):
                 # A folder that cannot be read is not an empty one.
                 os.listdir(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except Exception as error:  # each file system has its own
-            failure = f"{type(error).__name__}: {error}"
-    found, failure = strategy.broadcast((found, failure))
+            return [path for path in found if os.path.basename(path).startswith(prefix)]
+        return []
+
+    found, failure = found_by_first(strategy, look)
     if failure:
         raise OSError(f"ckpt_path='last': the checkpoints in {folder} cannot be read: {failure}")
-    return first_whole([path for path in found if os.path.basename(path).startswith(prefix)], reader, strategy)
+    return first_whole(found, reader, strategy)
 
 
 def newest_copy(
@@ -230,22 +228,30 @@ def newest_copy(
     """
     if reader.copies is NO_COPIES or (instead_of is not None and is_url(instead_of)):
         return instead_of
-    found: list[str] = []
-    failure = ""
-    if strategy.is_global_zero:
+
+    def look() -> list[str]:
         since_ns = -1 if instead_of is None else os.stat(instead_of).st_mtime_ns
-        try:
-            copies = [each for each in reader.copies.newest_first() if each.saved_ns > since_ns]
-            names = [each.path for each in copies if each.path.endswith(extension)]
-            found = [path for path in names if os.path.basename(path).startswith(prefix)]
-        except Exception as error:  # each file system has its own
-            failure = f"{type(error).__name__}: {error}"
-    found, failure = strategy.broadcast((found, failure))
+        copies = [each.path for each in reader.copies.newest_first() if each.saved_ns > since_ns]
+        return [path for path in copies if path.endswith(extension) and os.path.basename(path).startswith(prefix)]
+
+    found, failure = found_by_first(strategy, look)
     if failure and instead_of is None:
         raise OSError(f"ckpt_path='last': there is no local checkpoint, and the copies cannot be read: {failure}")
     if failure:
         rank_zero_warn(f"The copies of checkpoints cannot be read, so {instead_of} is the newest: {failure}")
     return first_whole(found, reader, strategy) or instead_of
+
+
+def found_by_first(strategy: Strategy, look: Callable[[], list[str]]) -> tuple[list[str], str]:
+    """Return what ``look`` finds on the first process, and why it failed (empty if it did not), on all processes."""
+    found: list[str] = []
+    failure = ""
+    if strategy.is_global_zero:
+        try:
+            found = look()
+        except Exception as error:  # each file system has its own
+            failure = f"{type(error).__name__}: {error}"
+    return strategy.broadcast((found, failure))
 
 
 def first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
