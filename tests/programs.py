@@ -234,6 +234,11 @@ def load_script(name: str) -> Any:
 
 def call_in_file(path: str, name: str, *args: object, **kwargs: object) -> Any:
     """Import the file ``path``, whose functions cannot be pickled, and return what its function ``name`` returns."""
+    import multiprocessing  # Takes a while, and others do not need it.
+
+    if multiprocessing.get_start_method(allow_none=True) == "forkserver":
+        # As this process was started; each worker of a DataLoader would import torch, from a server of its own.
+        multiprocessing.set_start_method("fork", force=True)
     module = _load(Path(path), f"hasten_file_{zlib.crc32(path.encode())}")
     return getattr(module, name)(*args, **kwargs)
 
