@@ -6,12 +6,14 @@ three seconds, a copy some milliseconds. hasten is not imported before: it looks
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import multiprocessing.process
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -23,8 +25,10 @@ PRELOADED = ("torch", "torch._dynamo")
 MOST_BYTES = 1 << 20
 
 
-def serve(descriptor: int) -> CodeType:
+def serve(descriptor: int, listening: int) -> CodeType:
     """Start programs as a socket says, until it is closed; return the program to run, in each copy.
+
+    Other processes connect to the socket that listens, with one program each.
 
     A message is JSON: "words" after ``python``, "folder", "environment" and "path", the folders of PYTHONPATH. With it
     come four files: standard input, output and error, and one for the id of the copy, and its exit code when it has
@@ -37,10 +41,17 @@ def serve(descriptor: int) -> CodeType:
     own = {os.path.abspath(folder) for folder in os.environ["PYTHONPATH"].split(os.pathsep)}
     sys.path[:] = [folder for folder in sys.path[1:] if folder not in own]  # The first is the folder of this program.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as requests:
+    with socket.socket(fileno=descriptor) as requests, socket.socket(fileno=listening) as others:
+        waiting = select.poll()
+        for each in (requests, others):
+            waiting.register(each, select.POLLIN)
         while True:
-            message, files, *_ = socket.recv_fds(requests, MOST_BYTES, 4)
+            is_other = waiting.poll()[0][0] == others.fileno()
+            with others.accept()[0] if is_other else contextlib.nullcontext(requests) as request:
+                message, files, *_ = socket.recv_fds(request, MOST_BYTES, 4)
             if not message:
+                if is_other:
+                    continue
                 raise SystemExit
             if not os.fork():
                 break
@@ -50,6 +61,11 @@ def serve(descriptor: int) -> CodeType:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if child := os.fork():
         os.write(answers, f"{child}\n".encode())
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(child), select.POLLIN)
+        waiting.register(answers, 0)
+        if any(state & select.POLLERR for _, state in waiting.poll()):
+            os.kill(child, signal.SIGKILL)  # Whoever waits for it was killed itself.
         _, status = os.waitpid(child, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
@@ -67,6 +83,7 @@ def _become(words: list[str], folder: str, environment: dict[str, str], path: li
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.process.ORIGINAL_DIR = folder  # Where "spawn" looks for the program.
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)  # As torchrun has it.
     sys.orig_argv[1:] = words
     main: dict[str, Any] = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:

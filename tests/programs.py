@@ -21,6 +21,9 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# The variable with the name of the socket of a fork server, for the programs of ``copying_python``, and this one's.
+_SERVER = "HASTEN_TESTS_FORK_SERVER"
+_SERVER_NAME = f"hasten-tests-{os.getpid()}"
 
 
 def run_python(
@@ -160,17 +163,53 @@ def _killed_after(seconds: float, process: Forked) -> Iterator[None]:
         timer.cancel()
 
 
+def copying_python(folder: Path) -> dict[str, str]:
+    """Write a program that takes the place of ``python``; return variables with which launchers start it.
+
+    It does as ``fork_python`` does, so that the processes are copies that torchrun or ``hasten launch`` start. They get
+    signals, are killed and fail as ever.
+    """
+    program = folder / "python"
+    program.write_text(
+        f"#!{sys.executable} -S\nimport sys\nsys.path[0] = {str(ROOT)!r}\n"
+        "from tests.programs import run_copy\nrun_copy(sys.argv[1:])\n"
+    )
+    program.chmod(0o755)
+    _fork_server()
+    return {"PYTHON_EXEC": str(program), _SERVER: _SERVER_NAME}
+
+
+def run_copy(words: list[str]) -> None:
+    """Run ``python WORDS...`` in a copy, with the files and variables of this process; pass on signals, end as it."""
+    process = Forked(words[words[0] == "-u" :], 1, 2, stdin=0, **os.environ)  # type: ignore[arg-type]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait(timeout=3600)
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 @functools.cache
-def _fork_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _fork_server() -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
     """Start the process whose copies run the programs; return it with the socket that it reads."""
+    if (name := os.environ.get(_SERVER)) is not None:
+        ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.connect(f"\0{name}")
+        return None, ours
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        program = f"from tests import forked; exec(forked.serve({its.fileno()}))"
+    others = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    others.bind(f"\0{_SERVER_NAME}")
+    others.listen()
+    with its, others:
+        program = f"from tests import forked; exec(forked.serve({its.fileno()}, {others.fileno()}))"
         # It ends when this process does, which closes the socket.
         process = subprocess.Popen(
             [sys.executable, "-c", program],
             env=environment_of_python(),
-            pass_fds=[its.fileno()],
+            pass_fds=[its.fileno(), others.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
@@ -195,6 +234,11 @@ def load_script(name: str) -> Any:
 
 def call_in_file(path: str, name: str, *args: object, **kwargs: object) -> Any:
     """Import the file ``path``, whose functions cannot be pickled, and return what its function ``name`` returns."""
+    import multiprocessing  # Takes a while, and others do not need it.
+
+    if multiprocessing.get_start_method(allow_none=True) == "forkserver":
+        # As this process was started; each worker of a DataLoader would import torch, from a server of its own.
+        multiprocessing.set_start_method("fork", force=True)
     module = _load(Path(path), f"hasten_file_{zlib.crc32(path.encode())}")
     return getattr(module, name)(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.programs import ROOT, Forked, fork_python
+from tests.programs import ROOT, Forked, copying_python, fork_python
 
 from hasten.commands import main
 from hasten_tools.commands import launch
@@ -80,8 +80,8 @@ def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_p
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
-    def launch(*words: str) -> tuple[int, str, str]:
-        done = fork_python("-m", "hasten", "launch", *words, cwd=tmp_path)
+    def launch(*words: str, **environment: str) -> tuple[int, str, str]:
+        done = fork_python("-m", "hasten", "launch", *words, cwd=tmp_path, **environment)
         return done.returncode, done.stdout, done.stderr
 
     code, printed, _ = launch("--nproc_per_node=2", "--nnodes", "1", "--log_dir", "logs", "program.py", "0", "--nodes")
@@ -94,7 +94,9 @@ def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_p
     assert code == 3
     assert "hasten launch: the process of rank 1 ended with exit code 3" in said
 
-    code, _, said = launch("--procs", "2", str(TWO_PROCESSES), "ddp", "rank1 exits with 0", ".")
+    code, _, said = launch(
+        "--procs", "2", str(TWO_PROCESSES), "ddp", "rank1 exits with 0", ".", **copying_python(tmp_path)
+    )
     assert code == 1
     # Not the first one, whose connection broke.
     assert "RuntimeError: the process of rank 1 ended in the middle of the run, without an error" in said
@@ -172,7 +174,7 @@ def test_restarted_runs_end_with_the_same_weights_under_both_launchers(tmp_path:
         (tmp_path / name).mkdir()
         # Different processes are killed, at different steps.
         killed = (str(number), str(5 + 3 * number))
-        runs[name] = Forked(("-m", *words, RESTARTS, "--worker", tmp_path / name, *killed))
+        runs[name] = Forked(("-m", *words, RESTARTS, "--worker", tmp_path / name, *killed), **copying_python(tmp_path))
     for name, run in runs.items():
         try:
             output, _ = run.communicate(timeout=600)

@@ -7,19 +7,19 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import yaml
 
 from hasten_lightning.commands.run import parse_program
 from hasten_tools.commands.launch import make_parser
-from tests.programs import ROOT, environment_of_python, run_python
+from tests.programs import ROOT, copying_python, environment_of_python, run_python
 
-pytest.importorskip("sklearn")
+datasets = pytest.importorskip("sklearn.datasets")
 ENGINES = ROOT / "examples" / "engines"
 SCHEMAS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("engine_schemas.yaml").read_text(encoding="utf-8"))
 # Two tasks on this machine, with the variables that SLURM sets.
@@ -30,23 +30,44 @@ SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & second=$!
 wait $first && wait $second
 """
 
+DIGITS = """
+from pathlib import Path
+from types import SimpleNamespace
+import numpy
+
+def load_digits():
+    return SimpleNamespace(**numpy.load(Path(__file__).parents[1] / "digits.npz"))
+"""
+
 
 def run_script(name: str, folder: Path, *words: str, **environment: str) -> str:
     """Run a script of examples/engines where ``python`` and ``torchrun`` are those of this test; return its output."""
-    programs = {
-        "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
-        "torchrun": f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n',
-        "srun": SRUN,
-    }
-    (folder / "bin").mkdir(exist_ok=True)
-    for program, text in programs.items():
-        (folder / "bin" / program).write_text(text)
-        (folder / "bin" / program).chmod(0o755)
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    programs, packages = folder / "bin", folder / "packages"
+    for each in (programs, packages):
+        each.mkdir(exist_ok=True)
+    # The digits without what else there is in sklearn, which takes two seconds in each process.
+    digits = datasets.load_digits()
+    np.savez(packages / "digits.npz", data=digits.data, target=digits.target)
+    (packages / "sklearn").mkdir(exist_ok=True)
+    (packages / "sklearn" / "__init__.py").touch()
+    (packages / "sklearn" / "datasets.py").write_text(DIGITS)
+    environment |= copying_python(programs)
+    for program, text in (("torchrun", '#!/bin/sh\nexec python -m torch.distributed.run "$@"\n'), ("srun", SRUN)):
+        (programs / program).write_text(text)
+        (programs / program).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    usual = environment_of_python()
     done = subprocess.run(
         ["bash", str(ENGINES / name), *words],
         cwd=ENGINES,
-        env=environment_of_python() | environment | {"HOME": str(folder), "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **usual,
+            **environment,
+            "HOME": str(folder),
+            "PATH": path,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": f"{packages}{os.pathsep}{usual['PYTHONPATH']}",
+        },
         capture_output=True,
         text=True,
         timeout=600,

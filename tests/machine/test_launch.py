@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.models import Classifier, loader, quiet
-from tests.programs import Forked, call_in_file
+from tests.programs import Forked, call_in_file, copying_python
 from tests.refusals import refused
 from torch import nn
 
@@ -233,14 +233,14 @@ def test_results_of_copies_come_back_also_where_hooks_have_made_layers(hook: str
 # -- a run within a rank of another one
 
 NESTED = """
-import subprocess, sys
+import os, subprocess, sys
 import hasten as L
 
 def work(fabric):
     if len(sys.argv) > 1:
         print(f"inner {sorted(fabric.all_gather(fabric.global_rank).tolist())}\\n", end="", flush=True)
     else:
-        subprocess.run([sys.executable, __file__, "inner"], check=True)
+        subprocess.run([os.environ["PYTHON_OF_TEST"], __file__, "inner"], check=True)
     fabric.barrier()
 
 if __name__ == "__main__":
@@ -251,7 +251,9 @@ if __name__ == "__main__":
 def test_a_program_that_a_rank_starts_can_have_processes_of_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(NESTED)
-    process = Forked((program,))
+    # The programs that the ranks start are copies. Other ranks are not: they know the process that started them.
+    copying = copying_python(tmp_path)
+    process = Forked((program,), PYTHON_OF_TEST=copying.pop("PYTHON_EXEC"), **copying)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
     assert output.count("inner [0, 1]") == 4

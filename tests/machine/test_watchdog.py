@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import signal
 import threading
 from pathlib import Path
 
-from tests.programs import run_python
+from tests.programs import fork_python
 from torch.distributed._functional_collectives import wait_tensor
 
 from hasten.machine import stacks
@@ -229,7 +230,7 @@ def run(tmp_path: Path, how: str, method: str) -> tuple[int, str]:
     """Run the program, whose rank 1 sleeps for longer than any program may take here."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = run_python(program, how, method)
+    done = fork_python(program, how, method, cwd=tmp_path)
     assert done.stderr.splitlines().count("stuck") == 1, done.stderr[-3000:]
     return done.returncode, done.stderr
 
@@ -260,7 +261,7 @@ def test_a_signal_in_a_run_that_is_stuck_ends_it_and_leaves_no_process(tmp_path:
     code, output = run(tmp_path, "SIGTERM", "fork")
     assert code == 143, output[-3000:]
     assert "hasten: SIGTERM arrived, and rank 1 did not arrive for" in output
-    assert not _processes_with(str(tmp_path / "program.py"))
+    assert not _processes_in(tmp_path)
 
 
 # Three processes, started as by a launcher. The first one, which serves the store, is killed before the first save.
@@ -318,7 +319,7 @@ if __name__ == "__main__":
 def test_processes_end_by_themselves_when_the_one_that_serves_the_store_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(LOST)
-    done = run_python(program, tmp_path / "saved")
+    done = fork_python(program, tmp_path / "saved")
     assert done.stdout == "ended: [0, 1, 2]\n", done.stderr[-3000:]
     assert "hasten: Rank 0 has ended in the middle of the run. Besides, rank 2 has not reached" in done.stderr
     assert "rank 2: fit, train, epoch 1, batch 1, step 1: waits in barrier" in done.stderr
@@ -326,13 +327,11 @@ def test_processes_end_by_themselves_when_the_one_that_serves_the_store_is_kille
     assert f"rank 1: RuntimeError('{named}" in done.stderr
 
 
-def _processes_with(word: str) -> list[str]:
+def _processes_in(place: Path) -> list[Path]:
+    """Return the processes whose working directory this is."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if word in line:
-            found.append(line)
+        with contextlib.suppress(OSError):
+            if (folder / "cwd").readlink() == place:
+                found.append(folder)
     return found

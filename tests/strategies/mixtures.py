@@ -47,7 +47,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
         with torch.no_grad():
@@ -73,7 +73,7 @@ class Mixture(L.LightningModule):
         torch.manual_seed(0)
         # Where to save after the first epoch.
         self.path = path
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.norms: list[float] = []
         self.logged: dict[str, Tensor] = {}
@@ -103,7 +103,8 @@ class Mixture(L.LightningModule):
             self.trainer.save_checkpoint(self.path)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        # Few operations in a step: for each, torch searches long how tensors that are divided twice are computed.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def data(samples: int = 8) -> DataLoader[Any]:
