@@ -181,6 +181,56 @@ def test_each_step_is_there_once_after_a_resume_and_another_runs_are_kept(
         assert [int(row["step"]) for row in rows if row["val_loss"]] == list(range(every - 1, 10, every))
 
 
+class Kept(RowLogger):
+    """A logger of the program that goes back."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class OwnState(RowLogger):
+    """A logger of a program for Lightning, which never calls this method."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cannot be pickled": lambda: None}
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("names_classes", [True, False])
+def test_a_resume_gives_each_logger_the_state_of_its_class(tmp_path: Path, names_classes: bool) -> None:
+    def loggers(folder: Path) -> list[Any]:
+        return [CSVLogger(folder, version=0), TensorBoardLogger(folder, version=1), Kept(0), OwnState(), Kept(0)]
+
+    def fit(loggers: list[Any], steps: int, **arguments: Any) -> Any:
+        trainer = quiet(logger=loggers, max_steps=steps, log_every_n_steps=1)
+        trainer.fit(Classifier(), loader(32), **arguments)
+        return trainer
+
+    path, first = tmp_path / "a.ckpt", loggers(tmp_path)
+    first[2].place, first[4].place = 1, 2
+    trainer = fit(first, 1)
+    trainer.save_checkpoint(path)
+    first[0].log_metrics({"train_loss": 9.0}, step=1)
+    first[0].finalize("failed")
+    if not names_classes:
+        contents = torch.load(path, weights_only=False)
+        del contents["hasten"]["ranks"][0]["logger_classes"]
+        torch.save(contents, path)
+    again = loggers(tmp_path)
+    others = again[::-1] if names_classes else [TensorBoardLogger(tmp_path), CSVLogger(tmp_path), *again[2:]]
+    fit(others, 2, ckpt_path=path)
+    assert (again[2].place, again[4].place) == ((2, 1) if names_classes else (1, 2))
+    if names_classes:
+        assert steps(again[0]) == [0, 1]
+
+
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
 @pytest.mark.parametrize("folder", ["memory://back", "disk"])
 def test_a_csv_file_goes_back_to_where_it_was(tmp_path: Path, folder: str) -> None:

@@ -313,7 +313,7 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Drop the rows after the checkpoint if the run continues in the same file: they will be logged again."""
-        if state and state["file"] == _place(self.experiment.metrics_file_path):
+        if state.get("file") == _place(self.experiment.metrics_file_path):
             self.experiment.save()
             self.experiment.table.keep(state["rows"])
 

@@ -194,7 +194,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hide the steps after the checkpoint in TensorBoard if the run continues in the same folder."""
-        if state and state["folder"] == os.path.realpath(self.log_dir):
+        if state.get("folder") == os.path.realpath(self.log_dir):
             if self._experiment is not None:
                 self._experiment.close()
                 self._experiment = None
