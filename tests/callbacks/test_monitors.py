@@ -143,6 +143,20 @@ def test_names_of_groups_and_several_optimizers() -> None:
         run(Scripted(), LearningRateMonitor(), enable_checkpointing=False)
 
 
+def test_the_step_in_which_a_run_is_stopped_is_logged() -> None:
+    class Stops(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.should_stop = self.trainer.should_stop or batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+    for every, steps in ((50, [2, 3]), (2, [1, 2, 3]), (0, [])):
+        logger, callbacks = RowLogger(), [LearningRateMonitor("step"), DeviceStatsMonitor()]
+        quiet(logger=logger, callbacks=callbacks, log_every_n_steps=every, min_steps=4).fit(Stops(), loader())
+        assert [step for step, _ in logger.of("train_loss")] == steps
+        assert [step for step, _ in logger.of("lr-SGD")] == [step for step in steps if step != 2]
+        assert [row["step"] for row in rows_with(logger, "DeviceStatsMonitor.on_train_batch_end/cpu_percent")] == steps
+
+
 # -- the load of the device
 
 

@@ -97,9 +97,9 @@ class LearningRateMonitor(Callback):
         """Log before a step whose values are logged too."""
         if self.logging_interval == "epoch":
             return
-        step, every = _updates(trainer), trainer.log_every_n_steps
+        step = _updates(trainer)
         # Batches of an accumulation share a step: one row is enough.
-        if not every or (step + 1) % every or step == self._logged_at:
+        if not _is_due(trainer, step + 1) or step == self._logged_at:
             return
         self._logged_at = step
         self._log(trainer, "step" if self.logging_interval is None else "any", step)
@@ -178,6 +178,12 @@ def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list
 def _number(value: Any) -> float:
     # A learning rate may be a tensor on the device (capturable optimizers); it is read once a logging interval.
     return float(value.item()) if isinstance(value, Tensor) else value
+
+
+def _is_due(trainer: Trainer, step: int) -> bool:
+    """Return whether values of a step go to the loggers, of which ``step`` have begun."""
+    every = trainer.log_every_n_steps
+    return bool(every) and (step % every == 0 or trainer.should_stop)
 
 
 def _log_to_all(trainer: Trainer, values: dict[str, float], step: int) -> None:
@@ -264,13 +270,12 @@ class DeviceStatsMonitor(Callback):
     on_test_batch_end = on_validation_batch_end
 
     def _log_step(self, trainer: Trainer, hook: str, *, ahead: int) -> None:
-        progress, every = trainer.progress, trainer.log_every_n_steps
-        if every and progress.accumulation_index == 0 and (progress.logged_step + ahead) % every == 0:
+        progress = trainer.progress
+        if progress.accumulation_index == 0 and _is_due(trainer, progress.logged_step + ahead):
             self._log(trainer, hook, progress.logged_step + ahead - 1)
 
     def _log_evaluation(self, trainer: Trainer, edge: str, batch_idx: int) -> None:
-        every = trainer.log_every_n_steps
-        if every and (batch_idx + 1) % every == 0:
+        if _is_due(trainer, batch_idx + 1):
             stage, progress = "test" if trainer.testing else "validation", trainer.progress
             fitting = trainer.state.fn is TrainerFn.FITTING
             step = progress.validated_step if fitting else progress.logged_step
@@ -404,10 +409,9 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """Measure, and log with the step's other values."""
         measured = None if batch is None else self._batch_ended(trainer, pl_module, batch)
-        progress, every = trainer.progress, trainer.log_every_n_steps
+        progress = trainer.progress
         # With the optimizer's step: an accumulation is measured when it is complete.
-        is_due = every and progress.accumulation_index == 0 and progress.logged_step % every == 0
-        if measured is not None and is_due:
+        if measured is not None and progress.accumulation_index == 0 and _is_due(trainer, progress.logged_step):
             self._log(trainer, measured, progress.logged_step - 1)
 
     def on_validation_batch_end(
@@ -420,8 +424,8 @@ class ThroughputMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Measure, and log each ``log_every_n_steps`` batches."""
-        measured, every = self._batch_ended(trainer, pl_module, batch), trainer.log_every_n_steps
-        if measured is not None and every and measured.batches % every == 0:
+        measured = self._batch_ended(trainer, pl_module, batch)
+        if measured is not None and _is_due(trainer, measured.batches):
             self._log(trainer, measured, measured.batches)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
