@@ -56,6 +56,16 @@ def test_all_loggers_get_the_same(tmp_path: Path) -> None:
     assert model.loggers == trainer.loggers
 
 
+def test_the_folder_of_a_trainer_is_a_logger_s(tmp_path: Path) -> None:
+    class Elsewhere(RowLogger):
+        """Writes to a folder of its own, as a logger for Lightning."""
+
+        save_dir, log_dir = "saved", "logged"
+
+    assert quiet(logger=Elsewhere()).log_dir == "saved"
+    assert quiet(logger=CSVLogger(tmp_path, version=3)).log_dir == str(tmp_path / "lightning_logs" / "version_3")
+
+
 def test_two_that_write_the_same_files_are_refused(tmp_path: Path) -> None:
     same = [CSVLogger(tmp_path, version=0), TensorBoardLogger(tmp_path, version=1), CSVLogger(tmp_path, version=0)]
     with refused(ValueError, "logger", fix="version=", says="version_0"):

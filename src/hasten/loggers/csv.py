@@ -218,6 +218,13 @@ class ExperimentWriter:
             self.metrics = []
 
 
+class _Continued(ExperimentWriter):
+    """The files of a run that this process, or the one that the logger comes from, has begun."""
+
+    def _check_log_dir_exists(self) -> None:
+        """Keep what is there."""
+
+
 class CSVLogger(FolderLogger[ExperimentWriter]):
     """Write values to ``<save_dir>/<name>/version_<N>/metrics.csv``, one row each time something is logged.
 
@@ -258,9 +265,17 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
             "CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, at_least=1
         )
         self._flushed_at_step = 0
+        # The folder in which the logger that this is a copy of writes.
+        self._begun: str | None = None
 
     def _start(self) -> ExperimentWriter:
-        return ExperimentWriter(self.log_dir)
+        return (_Continued if self._begun == self.log_dir else ExperimentWriter)(self.log_dir)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The copy continues the file, which has all rows so far; also in another process.
+        begun = self._begun if self._experiment is None else self._experiment.log_dir
+        self._try_to_save()
+        return {**super().__getstate__(), "_begun": begun}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -303,12 +318,14 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
         """Return the number of rows written, and where."""
         if self._experiment is None:
             return {}
-        try:
-            self._experiment.save()
-        except OSError:
-            # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
-            pass
+        self._try_to_save()
         return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.table.rows}
+
+    def _try_to_save(self) -> None:
+        # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
+        if self._experiment is not None:
+            with contextlib.suppress(OSError):
+                self._experiment.save()
 
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:

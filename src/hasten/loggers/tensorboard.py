@@ -160,9 +160,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if isinstance(example, (Tensor, tuple)):
-            device = getattr(model, "device", None)
+            if callable(getattr(model, "_apply_batch_transfer_handler", None)):
+                # As a batch: a hook may change its type, or scale it.
+                example = model._apply_batch_transfer_handler(model._on_before_batch_transfer(example))
+            elif (device := getattr(model, "device", None)) is not None:
+                example = move_to(example, device)
             with readable_by_jit():
-                self.experiment.add_graph(model, example if device is None else move_to(example, device))
+                self.experiment.add_graph(model, example)
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(

@@ -13,6 +13,7 @@ from hasten import callbacks
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
+from hasten.loggers.folders import FolderLogger
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
@@ -318,7 +319,8 @@ class TrainerView(RuntimeView, TrainerSettings):
         folder: Any = self.default_root_dir
         if self._loggers:
             logger = self._loggers[0]
-            folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+            names = ("log_dir", "save_dir") if isinstance(logger, FolderLogger) else ("save_dir", "log_dir")
+            folder = next((found for name in names if (found := getattr(logger, name, None))), None)
         folder = self._runtime.broadcast(folder)
         return None if folder is None else os.fspath(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,12 @@ __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 class _WithRootDir:
     """What the loggers here have in common: the folder of all runs is their ``root_dir``."""
 
+    name: str
     root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
+
+    @property
+    def _versions_dir(self) -> str:
+        return os.path.join(self.root_dir, self.name)
 
 
 class FabricCSVLogger(_WithRootDir, loggers.CSVLogger):
