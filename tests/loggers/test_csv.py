@@ -10,6 +10,7 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch

@@ -56,6 +56,19 @@ def test_all_loggers_get_the_same(tmp_path: Path) -> None:
     assert model.loggers == trainer.loggers
 
 
+def test_none_and_paths_as_config_files_give_them(tmp_path: Path) -> None:
+    for logger in (
+        CSVLogger(tmp_path, name=Path("exp"), prefix=None),
+        TensorBoardLogger(tmp_path, name=Path("exp"), prefix=None, log_graph=None, default_hp_metric=None),
+    ):
+        logger.log_metrics({"loss": 1.0}, step=0)
+        assert logger.log_dir.startswith(str(tmp_path / "exp" / "version_"))
+    wandb = WandbLogger(save_dir=tmp_path, prefix=None, offline=None, version=5, log_model=None)
+    assert (wandb.version, wandb._offline) == ("5", False)
+    with refused(TypeError, "version"):
+        WandbLogger(version=[5])  # type: ignore[arg-type]
+
+
 def test_the_folder_of_a_trainer_is_a_logger_s(tmp_path: Path) -> None:
     class Elsewhere(RowLogger):
         """Writes to a folder of its own, as a logger for Lightning."""

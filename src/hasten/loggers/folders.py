@@ -99,7 +99,11 @@ class FolderLogger(StartedLogger[T]):
     LOGGER_JOIN_CHAR = "-"
 
     def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | os.PathLike[str] | None,
+        version: int | str | None,
+        prefix: str | None,
     ) -> None:
         check.declared(FolderLogger.__init__, locals())
         super().__init__()
@@ -108,12 +112,12 @@ class FolderLogger(StartedLogger[T]):
         self._save_dir = path if is_url(path) else os.path.expanduser(local(path))
         if not is_url(path):
             require_folder(owner, "save_dir", self._save_dir)
-        self._name = check.instance(owner, "name", name, str, "a string", allow_none=True) or ""
+        self._name = "" if name is None else os.fspath(check.path(owner, "name", name))
         if version is not None and not isinstance(version, str):
             allowed = "a whole number of at least 0, a string, or None for the next free number"
             version = check.whole(owner, "version", version, at_least=0, allowed=allowed)
         self._version = version
-        for argument, text in (("name", name), ("version", version)):
+        for argument, text in (("name", self._name), ("version", version)):
             if isinstance(text, str) and _leaves_folder(text):
                 raise check.wrong(owner, argument, text, "a folder name below save_dir")
         self._prefix = prefix

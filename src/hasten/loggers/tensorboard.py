@@ -58,11 +58,11 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "lightning_logs",
+        name: str | os.PathLike[str] | None = "lightning_logs",
         version: int | str | None = None,
-        log_graph: bool = False,
-        default_hp_metric: bool = True,
-        prefix: str = "",
+        log_graph: bool | None = False,
+        default_hp_metric: bool | None = True,
+        prefix: str | None = "",
         sub_dir: str | os.PathLike[str] | None = None,
         **kwargs: object,
     ) -> None:
@@ -150,8 +150,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         self.log_metrics(metrics, step)
         summaries = need("torch.utils.tensorboard.summary", purpose="TensorBoardLogger")
         writer = self.experiment._get_file_writer()
-        for part in summaries.hparams(as_text(flat(plain(values))), metrics):
+        for part in summaries.hparams(self._sanitize_params(flat(plain(values))), metrics):
             writer.add_summary(part, step)
+
+    @staticmethod
+    def _sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
+        """Return what is written of hyper-parameters; subclasses of programs for Lightning override it."""
+        return as_text(params)
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensors | None = None) -> None:

@@ -645,7 +645,7 @@ _READING = "reading hparams_file"
 
 
 def yaml_with_tuples(text: str | IO[str]) -> Any:
-    """Return the plain data that a text in YAML holds; Lightning writes tuples with a tag, and no code is run for it."""
+    """Return the plain data that a text in YAML holds, and tuples, for which Lightning writes a tag; no code is run."""
     yaml = need("yaml", purpose=_READING)
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]

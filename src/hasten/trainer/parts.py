@@ -38,11 +38,12 @@ def loggers(arguments: Arguments) -> list[Any]:
     if arguments.logger is False:
         return []
     if arguments.logger is True:
-        return [_default_logger(arguments.default_root_dir)]
+        return [default_logger(arguments.default_root_dir)]
     return list(arguments.logger)
 
 
-def _default_logger(folder: str) -> Logger:
+def default_logger(folder: str) -> Logger:
+    """Return the logger of ``Trainer(logger=True)``."""
     of_lightning = conventions.current().prefers_tensorboard
     # A job that is queued again continues in its folder.
     version = SLURMEnvironment.job_id() if of_lightning else None

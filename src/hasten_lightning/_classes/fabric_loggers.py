@@ -21,6 +21,12 @@ class _WithRootDir:
     name: str
     root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
 
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        # In Lightning, the loggers of a Trainer are subclasses of these.
+        first, *others = cls.__bases__
+        return True if first is _WithRootDir and others[0] in kind.__mro__ else NotImplemented
+
     @property
     def _versions_dir(self) -> str:
         return os.path.join(self.root_dir, self.name)
@@ -48,9 +54,9 @@ class FabricCSVLogger(_WithRootDir, loggers.CSVLogger):
     def __init__(
         self,
         root_dir: PathLike,
-        name: str | None = "lightning_logs",
+        name: PathLike | None = "lightning_logs",
         version: int | str | None = None,
-        prefix: str = "",
+        prefix: str | None = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
@@ -80,10 +86,10 @@ class FabricTensorBoardLogger(_WithRootDir, loggers.TensorBoardLogger):
     def __init__(
         self,
         root_dir: PathLike,
-        name: str | None = "lightning_logs",
+        name: PathLike | None = "lightning_logs",
         version: int | str | None = None,
-        default_hp_metric: bool = True,
-        prefix: str = "",
+        default_hp_metric: bool | None = True,
+        prefix: str | None = "",
         sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
