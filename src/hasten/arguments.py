@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -244,7 +244,8 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     if value is None or isinstance(value, bool):
         return value is not False
     value = check.as_list(value)
-    loggers = list(value) if isinstance(value, (list, tuple)) else [value]
+    several = isinstance(value, Iterable) and not isinstance(value, str) and not hasattr(value, "log_metrics")
+    loggers = list(value) if several else [value]
     for logger in loggers:
         written = logger.__name__ if isinstance(logger, type) else check.shown(logger)
         if not hasattr(logger, "log_metrics"):

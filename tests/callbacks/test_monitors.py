@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
+from hasten.accelerators import CPUAccelerator
 from hasten.callbacks import (
     DeviceStatsMonitor,
     LambdaCallback,
@@ -143,6 +144,41 @@ def test_names_of_groups_and_several_optimizers() -> None:
         run(Scripted(), LearningRateMonitor(), enable_checkpointing=False)
 
 
+def test_the_step_in_which_a_run_is_stopped_is_logged() -> None:
+    class Stops(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.should_stop = self.trainer.should_stop or batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+    for every, steps in ((50, [2, 3]), (2, [1, 2, 3]), (0, [])):
+        logger, callbacks = RowLogger(), [LearningRateMonitor("step"), DeviceStatsMonitor()]
+        quiet(logger=logger, callbacks=callbacks, log_every_n_steps=every, min_steps=4).fit(Stops(), loader())
+        assert [step for step, _ in logger.of("train_loss")] == steps
+        assert [step for step, _ in logger.of("lr-SGD")] == [step for step in steps if step != 2]
+        assert [row["step"] for row in rows_with(logger, "DeviceStatsMonitor.on_train_batch_end/cpu_percent")] == steps
+
+
+def test_a_subclass_chooses_what_is_a_rate() -> None:
+    class Own(LearningRateMonitor):
+        def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, float]:
+            return {name: 2 * super()._extract_lr(param_group, name)[name]}
+
+        def _find_names_from_optimizers(self, *args: Any, **kwargs: Any) -> Any:
+            names, optimizers = super()._find_names_from_optimizers(*args, **kwargs)
+            return [[f"own-{name}" for name in each] for each in names], optimizers
+
+        def _get_optimizer_stats(self, optimizer: Any, names: list[str]) -> dict[str, float]:
+            (group,), (name,) = optimizer.param_groups, names
+            momentum = self._extract_momentum(param_group=group, name=f"{name}-m", use_betas=False)
+            return {**self._extract_lr(group, name), **momentum, **self._extract_weight_decay(group, f"{name}-w")}
+
+    rows = rates(two, monitor := Own("epoch", log_momentum=True, log_weight_decay=True), automatic=False).rows
+    first, second = "own-lr-SGD", "own-lr-SGD-1"
+    others = {f"{name}-{end}": 0 for name in (first, second) for end in "mw"}
+    assert rows[0] == (0, {first: 0.2, second: 0.4, **others})
+    assert monitor.lrs == {first: [0.1, 0.1], second: [0.2, 0.2]}
+
+
 # -- the load of the device
 
 
@@ -172,6 +208,29 @@ def test_the_cpu_is_watched_where_the_run_is_on_it() -> None:
     assert all(0 <= value <= 100 for value in values.values())
     accumulated = load(DeviceStatsMonitor(), accumulate_grad_batches=2, log_every_n_steps=2)
     assert [row["step"] for row in accumulated if "on_train_batch_end/cpu_percent" in row] == [1, 3]
+
+
+def test_what_is_measured_can_be_replaced_and_batches_of_all_loaders_count() -> None:
+    class Sensor(CPUAccelerator):
+        def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+            return {"watts": 3.0}
+
+    class Own(DeviceStatsMonitor):
+        def _get_and_log_device_stats(self, trainer: L.Trainer, key: str) -> None:
+            keys.append(key)
+
+    class Several(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    keys: list[str] = []
+    logger, callbacks = RowLogger(), [DeviceStatsMonitor(), Own()]
+    trainer = quiet(logger=logger, callbacks=callbacks, accelerator=Sensor(), log_every_n_steps=2)
+    trainer.validate(Several(), [loader(12), loader(12)], verbose=False)
+    assert [name for _, row in logger.rows for name in row if "start" in name] == [
+        "DeviceStatsMonitor.on_validation_batch_start/watts"
+    ] * 3
+    assert keys == ["on_validation_batch_start", "on_validation_batch_end"] * 6
 
 
 @pytest.mark.gpu

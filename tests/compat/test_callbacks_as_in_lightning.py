@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import warnings
@@ -178,6 +179,12 @@ def test_csv_files_of_an_existing_version_start_over(under_alias: None, tmp_path
             logger.log_metrics({"loss": value}, step=0)
             logger.save()
     assert Path(logger.experiment.metrics_file_path).read_text().split() == ["loss,step", "2.0,0"]
+    logger.log_metrics({"loss": 3.0}, step=1)
+    for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(copy.copy(logger)))):
+        twin.log_metrics({"loss": 4.0}, step=2)
+        twin.save()
+    rows = ["loss,step", "2.0,0", "3.0,1", "4.0,2", "4.0,2"]
+    assert Path(logger.experiment.metrics_file_path).read_text().split() == rows
 
 
 def test_helpers_answer_as_in_lightning(monkeypatch: pytest.MonkeyPatch) -> None:

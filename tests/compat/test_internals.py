@@ -18,7 +18,8 @@ import torch
 import hasten
 import hasten_lightning
 from hasten.demos import BoringModel
-from tests.models import quiet
+from tests.fakes import RowLogger
+from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
 
 
@@ -340,7 +341,77 @@ def test_callbacks_whose_inner_methods_are_overridden(tmp_path: Path) -> None:
         def _check_log_dir_exists(self) -> None:
             assert self._fs.exists(self.log_dir)
 
-    assert "score" in Appends(logger.log_dir).metrics_keys
+    appends = Appends(logger.log_dir)
+    appends.metrics_keys = table = list(appends.metrics_keys)
+    assert "score" in table == appends.metrics_keys
+
+
+def test_programs_replace_loggers_and_their_parts(tmp_path: Path) -> None:
+    from lightning.fabric import loggers as of_fabric
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+    from lightning.pytorch.loggers.utilities import _log_hyperparams, _version
+    from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+
+    saves: list[str] = []
+
+    class Writer:
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            saves.append("row")
+
+        def log_hparams(self, params: Any) -> None:
+            pass
+
+        def save(self) -> None:
+            pass
+
+    class Own(CSVLogger):  # type: ignore[misc]
+        @property
+        def experiment(self) -> Any:
+            self._experiment = self._experiment or Writer()
+            return self._experiment
+
+        def save(self) -> None:
+            super().save()
+            saves.append("saved")
+
+    class Sets(hasten.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer._loggers = [Own(tmp_path), rows]
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer._logger_connector.reset_results()
+            trainer._logger_connector.reset_metrics()
+            assert trainer.callback_metrics == {}
+            _log_hyperparams(trainer)
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    rows = RowLogger()
+    trainer = quiet(callbacks=[Sets()], logger=False, limit_train_batches=2, limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(Classifier(), loader(32))
+    assert (saves.count("row"), saves[-1]) == (2, "saved")
+    assert ([step for step, _ in rows.rows], len(rows.graphs)) == ([0, 1], 2)
+    connector = trainer._logger_connector
+    assert isinstance(connector, _LoggerConnector)
+    for given, kinds in ((iter([rows]), [RowLogger]), (rows, [RowLogger]), (False, []), (True, [TensorBoardLogger])):
+        connector.configure_logger(given)
+        assert [type(each) for each in trainer.loggers] == kinds
+    assert quiet(logger={"a": rows}.values()).loggers == [rows]
+    assert _version([CSVLogger(tmp_path, version=3), rows, TensorBoardLogger(tmp_path, version=4)]) == "3_4"
+
+    class Texts(TensorBoardLogger):  # type: ignore[misc]
+        @staticmethod
+        def _sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
+            assert params == {"a/b": 1}
+            return {name: str(value) for name, value in params.items()}
+
+    Texts(tmp_path).log_hyperparams({"a": {"b": 1}})
+    assert isinstance(Texts(tmp_path), of_fabric.TensorBoardLogger)
+    assert isinstance(CSVLogger(tmp_path), of_fabric.CSVLogger)
+    assert not isinstance(CSVLogger(tmp_path), of_fabric.TensorBoardLogger)
+    assert not isinstance(of_fabric.CSVLogger(tmp_path), type("Mine", (of_fabric.CSVLogger,), {}))
+    wandb = WandbLogger(name="a", save_dir=tmp_path, id="b")
+    wandb._project, wandb._id, wandb._save_dir = "c", "d", "e"
+    assert (wandb._name, wandb.name, wandb.version, wandb.save_dir) == ("a", "c", "d", "e")
 
 
 def test_a_callback_reads_the_parts_of_a_trainer_that_lightning_keeps_to_itself(tmp_path: Path) -> None:

@@ -400,6 +400,11 @@ def test_the_default_logger_is_tensorboards_where_it_is_installed(tmp_path: Path
     assert list((tmp_path / "lightning_logs" / "version_0").glob("events.*"))
     monkeypatch.setattr("hasten.trainer.parts.installed", lambda name: False)
     assert type(trainer(logger=None).logger) is CSVLogger
+    # A job that is queued again continues in its folder.
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    for name, version in (("train", 4711), ("bash", 1)):
+        monkeypatch.setenv("SLURM_JOB_NAME", name)
+        assert trainer(logger=True, default_root_dir=tmp_path).logger.version == version
 
 
 def test_a_quick_run_has_a_checkpoint_callback_that_writes_nothing(tmp_path: Path) -> None:

@@ -458,6 +458,8 @@ def test_values_reach_every_logger_as_numbers(fabric: L.Fabric) -> None:
     fabric.log("loss", torch.tensor(0.5))
     fabric.log_dict({"a": torch.tensor([1]), "b": 2}, step=4)
     assert first.seen == second.seen == [({"loss": 0.5}, None), ({"a": 1, "b": 2}, 4)]
+    fabric.log_dict({"nested": {"a": torch.tensor(2.0)}, "list": [torch.tensor(1), "b"], "text": "c"})
+    assert first.seen[-1] == ({"nested": {"a": 2.0}, "list": [1, "b"], "text": "c"}, None)
 
 
 # -- the other verbs

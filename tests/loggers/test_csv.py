@@ -10,12 +10,13 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from hasten.loggers import CSVLogger
+from hasten.loggers import CSVLogger, TensorBoardLogger
 from tests.refusals import warned
 
 
@@ -38,6 +39,8 @@ def test_rows_have_the_values_and_steps_given_and_columns_are_sorted(tmp_path: P
     logger.log_metrics({"nan": math.nan, "inf": math.inf, 'a,"b': "x\ny", "naïve": True}, step=5)
     for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
         assert twin.version == logger.version
+        with open(twin.experiment.metrics_file_path) as file:
+            assert len(file.readlines()) == 5  # one value has a line break
         twin.finalize("success")  # rows that wait are written by one logger alone
     logger.finalize("success")
     with open(logger.experiment.metrics_file_path, newline="") as file:
@@ -66,6 +69,23 @@ def test_folders_and_versions(tmp_path: Path) -> None:
     assert Path(CSVLogger(tmp_path, name=None).root_dir) == tmp_path
     assert Path(CSVLogger(tmp_path, version="best").log_dir) == tmp_path / "lightning_logs" / "best"
     assert not Path(logger.log_dir).exists()  # asking makes no folder
+    (tmp_path / "exp" / "version_8_best").mkdir()
+    (tmp_path / "exp" / "version_9").touch()
+    assert CSVLogger(tmp_path, name="exp").version == 9
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_the_folder_can_be_changed(tmp_path: Path, kind: Any) -> None:
+    class Below(kind):  # type: ignore[misc]
+        @property
+        def root_dir(self) -> str:
+            return os.path.join(self.save_dir, "below")
+
+    (tmp_path / "below" / "version_2").mkdir(parents=True)
+    assert Path(Below(tmp_path).log_dir) == tmp_path / "below" / "version_3"
+    moved = kind(tmp_path / "a", name="exp")
+    moved._root_dir = str(tmp_path / "b")
+    assert Path(moved.log_dir) == tmp_path / "b" / "exp" / "version_0"
 
 
 def test_rows_are_flushed_by_steps_or_rows(tmp_path: Path) -> None:

@@ -56,6 +56,29 @@ def test_all_loggers_get_the_same(tmp_path: Path) -> None:
     assert model.loggers == trainer.loggers
 
 
+def test_none_and_paths_as_config_files_give_them(tmp_path: Path) -> None:
+    for logger in (
+        CSVLogger(tmp_path, name=Path("exp"), prefix=None),
+        TensorBoardLogger(tmp_path, name=Path("exp"), prefix=None, log_graph=None, default_hp_metric=None),
+    ):
+        logger.log_metrics({"loss": 1.0}, step=0)
+        assert logger.log_dir.startswith(str(tmp_path / "exp" / "version_"))
+    wandb = WandbLogger(save_dir=tmp_path, prefix=None, offline=None, version=5, log_model=None)
+    assert (wandb.version, wandb._offline) == ("5", False)
+    with refused(TypeError, "version"):
+        WandbLogger(version=[5])  # type: ignore[arg-type]
+
+
+def test_the_folder_of_a_trainer_is_a_logger_s(tmp_path: Path) -> None:
+    class Elsewhere(RowLogger):
+        """Writes to a folder of its own, as a logger for Lightning."""
+
+        save_dir, log_dir = "saved", "logged"
+
+    assert quiet(logger=Elsewhere()).log_dir == "saved"
+    assert quiet(logger=CSVLogger(tmp_path, version=3)).log_dir == str(tmp_path / "lightning_logs" / "version_3")
+
+
 def test_two_that_write_the_same_files_are_refused(tmp_path: Path) -> None:
     same = [CSVLogger(tmp_path, version=0), TensorBoardLogger(tmp_path, version=1), CSVLogger(tmp_path, version=0)]
     with refused(ValueError, "logger", fix="version=", says="version_0"):
@@ -179,6 +202,56 @@ def test_each_step_is_there_once_after_a_resume_and_another_runs_are_kept(
     if kind is CSVLogger:
         rows = table(one / "lightning_logs" / "version_0" / "metrics.csv")
         assert [int(row["step"]) for row in rows if row["val_loss"]] == list(range(every - 1, 10, every))
+
+
+class Kept(RowLogger):
+    """A logger of the program that goes back."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class OwnState(RowLogger):
+    """A logger of a program for Lightning, which never calls this method."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cannot be pickled": lambda: None}
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("names_classes", [True, False])
+def test_a_resume_gives_each_logger_the_state_of_its_class(tmp_path: Path, names_classes: bool) -> None:
+    def loggers(folder: Path) -> list[Any]:
+        return [CSVLogger(folder, version=0), TensorBoardLogger(folder, version=1), Kept(0), OwnState(), Kept(0)]
+
+    def fit(loggers: list[Any], steps: int, **arguments: Any) -> Any:
+        trainer = quiet(logger=loggers, max_steps=steps, log_every_n_steps=1)
+        trainer.fit(Classifier(), loader(32), **arguments)
+        return trainer
+
+    path, first = tmp_path / "a.ckpt", loggers(tmp_path)
+    first[2].place, first[4].place = 1, 2
+    trainer = fit(first, 1)
+    trainer.save_checkpoint(path)
+    first[0].log_metrics({"train_loss": 9.0}, step=1)
+    first[0].finalize("failed")
+    if not names_classes:
+        contents = torch.load(path, weights_only=False)
+        del contents["hasten"]["ranks"][0]["logger_classes"]
+        torch.save(contents, path)
+    again = loggers(tmp_path)
+    others = again[::-1] if names_classes else [TensorBoardLogger(tmp_path), CSVLogger(tmp_path), *again[2:]]
+    fit(others, 2, ckpt_path=path)
+    assert (again[2].place, again[4].place) == ((2, 1) if names_classes else (1, 2))
+    if names_classes:
+        assert steps(again[0]) == [0, 1]
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")

@@ -86,6 +86,13 @@ class Net(nn.Module):
         return self.layer(x)
 
 
+class Scales(BoringModel):
+    """Its batches, and so its example, are bytes."""
+
+    def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+        return batch / 255
+
+
 def test_graph(tmp_path: Path) -> None:
     off = TensorBoardLogger(tmp_path)
     off.log_graph(Net(torch.zeros(1, 3)))
@@ -96,6 +103,7 @@ def test_graph(tmp_path: Path) -> None:
         logger.log_graph(Net(torch.zeros(1, 3)))
         # A LightningModule without a Trainer, too.
         logger.log_graph(BoringModel(), torch.zeros(1, 32))
+        logger.log_graph(Scales(), torch.zeros(1, 32, dtype=torch.uint8))
     logger.finalize("success")
     assert "layer" in str(events(logger.log_dir).Graph())
     with warned(UserWarning, says="example_input_array"):

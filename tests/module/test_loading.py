@@ -160,6 +160,8 @@ def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> 
         return Net.load_from_checkpoint(saved[1], hparams_file=tmp_path / name, **arguments)
 
     texts = {"h.yaml": "width: 3\nunknown: 1\n", "h.yml": "width: 3", "h.csv": "key,value\nwidth,3\n"}
+    # As Lightning writes a tuple.
+    texts["t.yaml"] = "unknown: !!python/tuple\n- 1\n- [2]\nwidth: 3\n"
     for name, text in texts.items():
         assert load(name, text).width == 3
         with refused(RuntimeError, says="a.weight: (3,"):

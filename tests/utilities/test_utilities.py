@@ -286,6 +286,8 @@ def test_files_of_hyper_parameters(tmp_path: Path) -> None:
     path = tmp_path / "h.yaml"
     saving.save_hparams_to_yaml(path, argparse.Namespace(lr=0.1, layers=[1, 2]))
     assert saving.load_hparams_from_yaml(path) == {"lr": 0.1, "layers": [1, 2]}
+    path.write_text("sizes: !!python/tuple [3, !!python/tuple [4]]")  # as Lightning writes them
+    assert saving.load_hparams_from_yaml(path) == {"sizes": (3, (4,))}
     assert saving.load_hparams_from_yaml(tmp_path / "no.yaml") == {}
     with refused(RuntimeError, says="save_hparams_to_yaml"):
         saving.save_hparams_to_yaml(tmp_path / "no" / "h.yaml", {})

@@ -13,6 +13,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import defined_by_program
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import use_hooks
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     from hasten.module import LightningModule
+    from hasten.optim import LRSchedulerConfig
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
@@ -80,9 +82,9 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor: the Trainer has no logger.", fix="Leave it out, or do not pass logger=False."
             )
         self._logged_at = -1
+        self.lrs = {}
         found = self._named_optimizers(trainer)
         names = [name for _, names, _ in found for name in names]
-        self.lrs = {name: [] for name in names}
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         defaults = {type(optimizer).__name__: optimizer.defaults for optimizer, _, _ in found}
@@ -97,9 +99,9 @@ class LearningRateMonitor(Callback):
         """Log before a step whose values are logged too."""
         if self.logging_interval == "epoch":
             return
-        step, every = _updates(trainer), trainer.log_every_n_steps
+        step = _updates(trainer)
         # Batches of an accumulation share a step: one row is enough.
-        if not every or (step + 1) % every or step == self._logged_at:
+        if not _is_due(trainer, step + 1) or step == self._logged_at:
             return
         self._logged_at = step
         self._log(trainer, "step" if self.logging_interval is None else "any", step)
@@ -127,33 +129,68 @@ class LearningRateMonitor(Callback):
     def _get_optimizer_stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, float]:
         stats: dict[str, float] = {}
         for group, name in zip(optimizer.param_groups, names, strict=True):
-            alone = name.removesuffix("/pg1")
-            if alone != name and alone in self.lrs and alone not in names:
-                # A second parameter group was added: the first one is called /pg1 from now on.
-                self.lrs[name] = self.lrs.pop(alone)
-            rates = self.lrs.setdefault(name, [])
-            # Without one, the optimizer computes its steps itself, as Adafactor does.
-            if group["lr"] is not None:
-                stats[name] = _number(group["lr"])
-                rates.append(stats[name])
-            if self.log_momentum:
-                value = group["betas"][0] if "betas" in group else group.get("momentum", 0)
-                stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _number(value)
-            if self.log_weight_decay:
-                value = group.get("weight_decay", 0)
-                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = _number(value)
+            stats |= self._extract_lr(group, name)
+            stats |= self._extract_momentum(param_group=group, name=f"{name}-momentum", use_betas="betas" in group)
+            stats |= self._extract_weight_decay(group, f"{name}-weight_decay")
         return stats
+
+    # -- subclasses of programs for Lightning override and call these
+
+    def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, float]:
+        if param_group["lr"] is None:
+            # The optimizer computes its steps itself, as Adafactor does.
+            return {}
+        rate = _number(param_group["lr"])
+        self.lrs[name].append(rate)
+        return {name: rate}
+
+    def _extract_momentum(self, param_group: dict[str, Any], name: str, use_betas: bool) -> dict[str, float]:
+        if not self.log_momentum:
+            return {}
+        value = _number(param_group["betas"][0] if use_betas else param_group.get("momentum", 0))
+        self.last_momentum_values[name] = value
+        return {name: value}
+
+    def _extract_weight_decay(self, param_group: dict[str, Any], name: str) -> dict[str, float]:
+        if not self.log_weight_decay:
+            return {}
+        value = _number(param_group.get("weight_decay", 0))
+        self.last_weight_decay_values[name] = value
+        return {name: value}
+
+    def _find_names_from_schedulers(
+        self, lr_scheduler_configs: list[LRSchedulerConfig]
+    ) -> tuple[list[list[str]], list[Optimizer], Counter[type]]:
+        """Return a name for every parameter group, the optimizers, and how many of a class have such names."""
+        kinds: Counter[type] = Counter()
+        optimizers = [config.scheduler.optimizer for config in lr_scheduler_configs]
+        names = [_names(config.scheduler.optimizer, config.name, kinds) for config in lr_scheduler_configs]
+        return names, optimizers, kinds
+
+    def _find_names_from_optimizers(
+        self, optimizers: list[Any], seen_optimizers: list[Optimizer], seen_optimizer_types: Counter[type]
+    ) -> tuple[list[list[str]], list[Optimizer]]:
+        """Return the same for the optimizers without a scheduler."""
+        seen = {id(optimizer) for optimizer in seen_optimizers}
+        plain = [getattr(each, "optimizer", each) for each in optimizers]
+        left = [optimizer for optimizer in plain if id(optimizer) not in seen]
+        return [_names(optimizer, None, seen_optimizer_types) for optimizer in left], left
 
     def _named_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
         """Return each optimizer with a name for every parameter group and its scheduler's interval."""
-        found: list[tuple[Optimizer, str | None, str | None]] = [
-            (config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs
-        ]
-        scheduled = {id(optimizer) for optimizer, _, _ in found}
-        plain = [getattr(each, "optimizer", each) for each in trainer.optimizers]
-        found += [(optimizer, None, None) for optimizer in plain if id(optimizer) not in scheduled]
-        kinds: Counter[type] = Counter()
-        return [(optimizer, _names(optimizer, name, kinds), interval) for optimizer, name, interval in found]
+        configs = trainer.lr_scheduler_configs
+        names, scheduled, kinds = self._find_names_from_schedulers(configs)
+        others, left = self._find_names_from_optimizers(trainer.optimizers, scheduled, kinds)
+        found = [(*each, config.interval) for *each, config in zip(scheduled, names, configs, strict=True)]
+        found += [(*each, None) for each in zip(left, others, strict=True)]
+        for all_of_one in (*names, *others):
+            for name in all_of_one:
+                alone = name.removesuffix("/pg1")
+                if alone != name and alone in self.lrs and alone not in all_of_one:
+                    # A second parameter group was added: the first one is called /pg1 from now on.
+                    self.lrs[name] = self.lrs.pop(alone)
+                self.lrs.setdefault(name, [])
+        return found
 
 
 def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list[str]:
@@ -178,6 +215,12 @@ def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list
 def _number(value: Any) -> float:
     # A learning rate may be a tensor on the device (capturable optimizers); it is read once a logging interval.
     return float(value.item()) if isinstance(value, Tensor) else value
+
+
+def _is_due(trainer: Trainer, step: int) -> bool:
+    """Return whether values of a step go to the loggers, of which ``step`` have begun."""
+    every = trainer.log_every_n_steps
+    return bool(every) and (step % every == 0 or trainer.should_stop)
 
 
 def _log_to_all(trainer: Trainer, values: dict[str, float], step: int) -> None:
@@ -235,18 +278,18 @@ class DeviceStatsMonitor(Callback):
             need("psutil", purpose=_PURPOSE).cpu_percent()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        self._log_step(trainer, "on_train_batch_start", ahead=1)
+        self._get_and_log_device_stats(trainer, "on_train_batch_start")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        self._log_step(trainer, "on_train_batch_end", ahead=0)
+        self._get_and_log_device_stats(trainer, "on_train_batch_end")
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log before each ``log_every_n_steps``-th batch."""
-        self._log_evaluation(trainer, "start", batch_idx)
+        self._get_and_log_device_stats(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_start")
 
     def on_validation_batch_end(
         self,
@@ -258,23 +301,21 @@ class DeviceStatsMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Log after each ``log_every_n_steps``-th batch."""
-        self._log_evaluation(trainer, "end", batch_idx)
+        self._get_and_log_device_stats(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_end")
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
 
-    def _log_step(self, trainer: Trainer, hook: str, *, ahead: int) -> None:
-        progress, every = trainer.progress, trainer.log_every_n_steps
-        if every and progress.accumulation_index == 0 and (progress.logged_step + ahead) % every == 0:
-            self._log(trainer, hook, progress.logged_step + ahead - 1)
-
-    def _log_evaluation(self, trainer: Trainer, edge: str, batch_idx: int) -> None:
-        every = trainer.log_every_n_steps
-        if every and (batch_idx + 1) % every == 0:
-            stage, progress = "test" if trainer.testing else "validation", trainer.progress
-            fitting = trainer.state.fn is TrainerFn.FITTING
-            step = progress.validated_step if fitting else progress.logged_step
-            self._log(trainer, f"on_{stage}_batch_{edge}", step)
+    def _get_and_log_device_stats(self, trainer: Trainer, key: str) -> None:
+        """Log in a hook if its batch is due; subclasses of programs for Lightning override it."""
+        progress, fitting = trainer.progress, trainer.state.fn is TrainerFn.FITTING
+        if trainer.training:
+            begun = progress.logged_step + key.endswith("start")
+            if progress.accumulation_index == 0 and _is_due(trainer, begun):
+                self._log(trainer, key, begun - 1)
+        # All loaders together.
+        elif _is_due(trainer, progress.evaluated - trainer.current_run.evaluation.began_at + 1):
+            self._log(trainer, key, progress.validated_step if fitting else progress.logged_step)
 
     def _log(self, trainer: Trainer, hook: str, step: int) -> None:
         stats = self._stats(trainer) if trainer.is_global_zero else {}
@@ -287,10 +328,12 @@ class DeviceStatsMonitor(Callback):
 
     def _stats(self, trainer: Trainer) -> dict[str, float]:
         device = trainer.strategy.root_device
-        if is_host(device):
-            return {} if self._cpu_stats is False else get_cpu_stats()
+        if is_host(device) and self._cpu_stats is False:
+            return {}
+        if is_host(device) and not defined_by_program(trainer.accelerator, "get_device_stats"):
+            return get_cpu_stats()
         stats: dict[str, float] = dict(trainer.accelerator.get_device_stats(device))
-        return {**stats, **get_cpu_stats()} if self._cpu_stats else stats
+        return {**stats, **get_cpu_stats()} if self._cpu_stats and not is_host(device) else stats
 
 
 _BATCH_START = {
@@ -404,10 +447,9 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """Measure, and log with the step's other values."""
         measured = None if batch is None else self._batch_ended(trainer, pl_module, batch)
-        progress, every = trainer.progress, trainer.log_every_n_steps
+        progress = trainer.progress
         # With the optimizer's step: an accumulation is measured when it is complete.
-        is_due = every and progress.accumulation_index == 0 and progress.logged_step % every == 0
-        if measured is not None and is_due:
+        if measured is not None and progress.accumulation_index == 0 and _is_due(trainer, progress.logged_step):
             self._log(trainer, measured, progress.logged_step - 1)
 
     def on_validation_batch_end(
@@ -420,8 +462,8 @@ class ThroughputMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Measure, and log each ``log_every_n_steps`` batches."""
-        measured, every = self._batch_ended(trainer, pl_module, batch), trainer.log_every_n_steps
-        if measured is not None and every and measured.batches % every == 0:
+        measured = self._batch_ended(trainer, pl_module, batch)
+        if measured is not None and _is_due(trainer, measured.batches):
             self._log(trainer, measured, measured.batches)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end

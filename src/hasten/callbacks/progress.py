@@ -24,6 +24,7 @@ from hasten.callbacks.tqdm_bar import Tqdm as Tqdm
 from hasten.callbacks.tqdm_bar import is_terminal
 from hasten.elsewhere import conventions
 from hasten.hooks import use_hooks
+from hasten.loggers.base import joined_versions
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.host import in_notebook
 from hasten.module.callback import Callback
@@ -156,9 +157,9 @@ class ProgressBar(Callback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return what every bar shows: the version of the first logger that has one."""
-    version = next((logger.version for logger in trainer.loggers if logger.version not in ("", None)), None)
-    if version is None:
+    """Return what every bar shows: the versions of the loggers that have one."""
+    version = joined_versions([logger for logger in trainer.loggers if logger.version not in ("", None)])
+    if version is None or version == "":
         return {}
     return {"v_num": version[-4:] if isinstance(version, str) else version}
 

@@ -145,6 +145,7 @@ _RANK: dict[Any, Any] = {
     "batch_size?": object,
     "fits?": object,
     "loggers?": ([{}], None),
+    "logger_classes?": ([str], None),
 }
 _TRAINING: dict[Any, Any] = {
     "epoch?": int,

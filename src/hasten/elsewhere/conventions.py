@@ -141,8 +141,8 @@ class Conventions:
     )
     prefers_tensorboard: bool = _decision(
         "the default logger",
-        lightning="TensorBoard if it is installed",
-        hasten="`CSVLogger`",
+        lightning="TensorBoard if it is installed; its version is the number of the SLURM job",
+        hasten="`CSVLogger`, with the next free number",
     )
     loggers_on_every_process: bool = _decision(
         "loggers of other processes than the first",

@@ -22,6 +22,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.tree import map_tensors
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import prepare
@@ -708,7 +709,7 @@ class Fabric(RuntimeView):
 
         Args:
             name: of the value.
-            value: a number or a tensor with one element, which is read from the device now.
+            value: a number or a tensor with one element, which is read from the device now; or what the loggers take.
             step: the step of the value.
 
         """
@@ -716,7 +717,7 @@ class Fabric(RuntimeView):
 
     def log_dict(self, metrics: Mapping[str, MetricValue], step: int | None = None) -> None:
         """Give several values to all loggers; see ``log``. Tensors are read from the device now."""
-        values = {name: _as_number(name, value) for name, value in metrics.items()}
+        values = {name: map_tensors(functools.partial(_as_number, name), value) for name, value in metrics.items()}
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
 
@@ -850,16 +851,7 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _as_number(name: str, value: object) -> Any:
-    if isinstance(value, list | tuple | dict | str):
-        kind = type(value).__name__
-        raise make_error(
-            ValueError,
-            f"fabric.log({name!r}, {value!r:.80}): `{kind}` values cannot be logged.",
-            fix="Log one number by its name, and several with log_dict({name: number, ...}).",
-        )
-    if not isinstance(value, Tensor):
-        return value
+def _as_number(name: str, value: Tensor) -> Any:
     if value.numel() != 1:
         raise make_error(
             ValueError,

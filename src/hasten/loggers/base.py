@@ -305,7 +305,15 @@ class UploadingLogger(StartedLogger[Any]):
         return {**super().__getstate__(), "_waiting": []}
 
 
-def with_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
+def joined_versions(loggers: list[Any], separator: str = "_") -> int | str | None:
+    """Return the version of one logger, or those of several as a text, each once."""
+    if len(loggers) == 1:
+        version: int | str | None = loggers[0].version
+        return version
+    return separator.join(dict.fromkeys(str(logger.version) for logger in loggers))
+
+
+def with_prefix(metrics: Mapping[str, Any], prefix: str | None, separator: str) -> Mapping[str, Any]:
     """Return ``metrics`` with ``prefix`` before every name."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
 

@@ -201,6 +201,10 @@ class ExperimentWriter:
         """The columns of the file so far."""
         return self.table.columns
 
+    @metrics_keys.setter
+    def metrics_keys(self, columns: Sequence[str]) -> None:
+        """Do nothing: programs set the columns that they read from the file, and these are known."""
+
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, to be written by the next ``save``; ``step`` is the number of buffered rows by default."""
         row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()}
@@ -216,6 +220,13 @@ class ExperimentWriter:
         if self.metrics:
             self.table.append(self.metrics)
             self.metrics = []
+
+
+class _Continued(ExperimentWriter):
+    """The files of a run that this process, or the one that the logger comes from, has begun."""
+
+    def _check_log_dir_exists(self) -> None:
+        """Keep what is there."""
 
 
 class CSVLogger(FolderLogger[ExperimentWriter]):
@@ -248,9 +259,9 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "lightning_logs",
+        name: str | os.PathLike[str] | None = "lightning_logs",
         version: int | str | None = None,
-        prefix: str = "",
+        prefix: str | None = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
@@ -258,9 +269,17 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
             "CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, at_least=1
         )
         self._flushed_at_step = 0
+        # The folder in which the logger that this is a copy of writes.
+        self._begun: str | None = None
 
     def _start(self) -> ExperimentWriter:
-        return ExperimentWriter(self.log_dir)
+        return (_Continued if self._begun == self.log_dir else ExperimentWriter)(self.log_dir)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The copy continues the file, which has all rows so far; also in another process.
+        begun = self._begun if self._experiment is None else self.log_dir
+        self._try_to_save()
+        return {**super().__getstate__(), "_begun": begun}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -271,7 +290,8 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
             step: index of the optimizer step; the number of buffered rows by default.
 
         """
-        buffered = self.experiment.metrics
+        # A writer of the program's own may not have them.
+        buffered = getattr(self.experiment, "metrics", ())
         if step is None:
             step = len(buffered)
         self.experiment.log_metrics(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR), step)
@@ -296,24 +316,27 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
     def finalize(self, status: str) -> None:
         """Write buffered rows and close the file."""
         if self._experiment is not None:
-            self._experiment.save()
-            self._experiment.table.close()
+            self.save()
+            if isinstance(self._experiment, ExperimentWriter):
+                self._experiment.table.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rows written, and where."""
-        if self._experiment is None:
+        if not isinstance(self._experiment, ExperimentWriter):
             return {}
-        try:
-            self._experiment.save()
-        except OSError:
-            # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
-            pass
+        self._try_to_save()
         return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.table.rows}
+
+    def _try_to_save(self) -> None:
+        # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
+        if self._experiment is not None:
+            with contextlib.suppress(OSError):
+                self._experiment.save()
 
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Drop the rows after the checkpoint if the run continues in the same file: they will be logged again."""
-        if state and state["file"] == _place(self.experiment.metrics_file_path):
+        if state.get("file") == _place(self.experiment.metrics_file_path):
             self.experiment.save()
             self.experiment.table.keep(state["rows"])
 

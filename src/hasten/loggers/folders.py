@@ -47,20 +47,25 @@ def exists(path: str) -> bool:
         raise
 
 
+def is_folder(path: str) -> bool:
+    """Return whether there is a folder."""
+    return bool(file_system(path).isdir(path)) if is_url(path) else os.path.isdir(local(path))
+
+
 def entries(path: str) -> list[str]:
     """Return the names in a folder; none if it does not exist."""
-    if is_url(path):
-        system = file_system(path)
-        if not system.isdir(path):
-            return []
-        return [str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in system.ls(path, detail=False)]
-    return os.listdir(local(path)) if os.path.isdir(local(path)) else []
+    if not is_folder(path):
+        return []
+    if not is_url(path):
+        return os.listdir(local(path))
+    return [str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in file_system(path).ls(path, detail=False)]
 
 
 def next_version(root: str) -> int:
-    """Return the number after the largest of the folders ``version_N`` in ``root``; 0 without one."""
-    numbers = [name.removeprefix("version_") for name in entries(root) if name.startswith("version_")]
-    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+    """Return the number after the largest of the folders ``version_N`` or ``version_N_...`` in ``root``; else 0."""
+    numbers = {name: name.split("_")[1] for name in entries(root) if name.startswith("version_")}
+    found = (int(n) for name, n in numbers.items() if n.isdecimal() and is_folder(os.path.join(root, name)))
+    return max(found, default=-1) + 1
 
 
 def version_folder(version: int | str) -> str:
@@ -94,7 +99,11 @@ class FolderLogger(StartedLogger[T]):
     LOGGER_JOIN_CHAR = "-"
 
     def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | os.PathLike[str] | None,
+        version: int | str | None,
+        prefix: str | None,
     ) -> None:
         check.declared(FolderLogger.__init__, locals())
         super().__init__()
@@ -103,12 +112,12 @@ class FolderLogger(StartedLogger[T]):
         self._save_dir = path if is_url(path) else os.path.expanduser(local(path))
         if not is_url(path):
             require_folder(owner, "save_dir", self._save_dir)
-        self._name = check.instance(owner, "name", name, str, "a string", allow_none=True) or ""
+        self._name = "" if name is None else os.fspath(check.path(owner, "name", name))
         if version is not None and not isinstance(version, str):
             allowed = "a whole number of at least 0, a string, or None for the next free number"
             version = check.whole(owner, "version", version, at_least=0, allowed=allowed)
         self._version = version
-        for argument, text in (("name", name), ("version", version)):
+        for argument, text in (("name", self._name), ("version", version)):
             if isinstance(text, str) and _leaves_folder(text):
                 raise check.wrong(owner, argument, text, "a folder name below save_dir")
         self._prefix = prefix
@@ -127,7 +136,7 @@ class FolderLogger(StartedLogger[T]):
 
     def _get_next_version(self) -> int | str:
         """Return the version of a new run; subclasses of programs for Lightning override it."""
-        return next_version(os.path.join(self.save_dir, self.name))
+        return next_version(self._versions_dir)
 
     @property
     def save_dir(self) -> str:
@@ -136,8 +145,12 @@ class FolderLogger(StartedLogger[T]):
 
     @property
     def _root_dir(self) -> str:
-        # Subclasses of programs for Lightning read it, and the file system.
+        # Programs for Lightning read and set it, and read the file system.
         return self._save_dir
+
+    @_root_dir.setter
+    def _root_dir(self, folder: str) -> None:
+        self._save_dir = folder
 
     @property
     def _fs(self) -> Any:
@@ -149,9 +162,13 @@ class FolderLogger(StartedLogger[T]):
         return os.path.join(self.save_dir, self.name)
 
     @property
+    def _versions_dir(self) -> str:
+        return self.root_dir
+
+    @property
     def log_dir(self) -> str:
         """Folder of this run: ``save_dir/name/version_N``."""
-        return os.path.join(self.save_dir, self.name, version_folder(self.version))
+        return os.path.join(self._versions_dir, version_folder(self.version))
 
     def identity(self) -> dict[str, Any]:
         """Return the folder, the name and the version of this run."""

@@ -31,6 +31,7 @@ _PARAM_CHARACTERS = 250
 # Training waits when more rows than this are being sent.
 _MOST_PENDING = 1000
 
+LOCAL_FILE_URI_PREFIX = "file:"
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "aborted": "KILLED"}
 
 
@@ -91,8 +92,8 @@ class MLFlowLogger(UploadingLogger):
         tracking_uri: str | None = None,
         tags: dict[str, Any] | None = None,
         save_dir: str | os.PathLike[str] | None = "./mlruns",
-        log_model: Literal["all"] | bool = False,
-        prefix: str = "",
+        log_model: Literal["all"] | bool | None = False,
+        prefix: str | None = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
         synchronous: bool | None = None,
@@ -104,9 +105,9 @@ class MLFlowLogger(UploadingLogger):
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_own_store = not uri and not _holds_plain_files(self._folder)
         database = f"sqlite:///{Path(self._folder).absolute().as_posix()}/mlflow.db"
-        self._tracking_uri = uri or (database if self._is_own_store else f"file:{self._folder}")
+        self._tracking_uri = uri or (database if self._is_own_store else LOCAL_FILE_URI_PREFIX + self._folder)
         self.tags = tags
-        super().__init__(log_model)
+        super().__init__(log_model or False)
         self._prefix, self._synchronous = prefix, synchronous
         self._artifact_location = artifact_location
         self._run_id = run_id
@@ -153,6 +154,16 @@ class MLFlowLogger(UploadingLogger):
         run = client.create_run(experiment_id=self._experiment_id, tags=resolve_tags()(self.tags))
         return str(run.info.run_id)
 
+    # -- programs read these two
+
+    @property
+    def _initialized(self) -> bool:
+        return self._experiment is not None
+
+    @property
+    def _mlflow_client(self) -> Any:
+        return self.experiment
+
     @property
     def run_id(self) -> str | None:
         """Id of the run, which is created if it does not exist."""
@@ -181,7 +192,7 @@ class MLFlowLogger(UploadingLogger):
         if self._is_own_store:
             return self._folder
         uri = self._tracking_uri
-        return uri.removeprefix("file:") if uri.startswith("file:") else None
+        return uri.removeprefix(LOCAL_FILE_URI_PREFIX) if uri.startswith(LOCAL_FILE_URI_PREFIX) else None
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

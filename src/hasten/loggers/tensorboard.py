@@ -58,11 +58,11 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        name: str | None = "lightning_logs",
+        name: str | os.PathLike[str] | None = "lightning_logs",
         version: int | str | None = None,
-        log_graph: bool = False,
-        default_hp_metric: bool = True,
-        prefix: str = "",
+        log_graph: bool | None = False,
+        default_hp_metric: bool | None = True,
+        prefix: str | None = "",
         sub_dir: str | os.PathLike[str] | None = None,
         **kwargs: object,
     ) -> None:
@@ -150,8 +150,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         self.log_metrics(metrics, step)
         summaries = need("torch.utils.tensorboard.summary", purpose="TensorBoardLogger")
         writer = self.experiment._get_file_writer()
-        for part in summaries.hparams(as_text(flat(plain(values))), metrics):
+        for part in summaries.hparams(self._sanitize_params(flat(plain(values))), metrics):
             writer.add_summary(part, step)
+
+    @staticmethod
+    def _sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
+        """Return what is written of hyper-parameters; subclasses of programs for Lightning override it."""
+        return as_text(params)
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensors | None = None) -> None:
@@ -160,9 +165,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if isinstance(example, (Tensor, tuple)):
-            device = getattr(model, "device", None)
+            if callable(getattr(model, "_apply_batch_transfer_handler", None)):
+                # As a batch: a hook may change its type, or scale it.
+                example = model._apply_batch_transfer_handler(model._on_before_batch_transfer(example))
+            elif (device := getattr(model, "device", None)) is not None:
+                example = move_to(example, device)
             with readable_by_jit():
-                self.experiment.add_graph(model, example if device is None else move_to(example, device))
+                self.experiment.add_graph(model, example)
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(
@@ -194,7 +203,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hide the steps after the checkpoint in TensorBoard if the run continues in the same folder."""
-        if state and state["folder"] == os.path.realpath(self.log_dir):
+        if state.get("folder") == os.path.realpath(self.log_dir):
             if self._experiment is not None:
                 self._experiment.close()
                 self._experiment = None

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 STEP = "trainer/global_step"
 
 
+def _argument(key: str) -> property:
+    """Return a property that is an argument of ``wandb.init``."""
+    return property(lambda self: self._wandb_init[key], lambda self, value: self._wandb_init.update({key: value}))
+
+
 class WandbLogger(UploadingLogger):
     """Log to Weights & Biases. Needs the package ``wandb``; another process sends the values.
 
@@ -63,6 +68,8 @@ class WandbLogger(UploadingLogger):
     """
 
     LOGGER_JOIN_CHAR = "-"
+    # Programs read and set them.
+    _name, _project, _save_dir, _id = map(_argument, ("name", "project", "dir", "id"))
     # W&B copies what TensorBoard writes from its start on.
     starts_first: ClassVar[bool] = True
 
@@ -70,15 +77,15 @@ class WandbLogger(UploadingLogger):
         self,
         name: str | None = None,
         save_dir: str | os.PathLike[str] | None = ".",
-        version: str | None = None,
-        offline: bool = False,
+        version: str | int | None = None,
+        offline: bool | None = False,
         dir: str | os.PathLike[str] | None = None,
         id: str | None = None,
         anonymous: bool | None = None,
         project: str | None = None,
-        log_model: Literal["all"] | bool = False,
+        log_model: Literal["all"] | bool | None = False,
         experiment: object = None,
-        prefix: str = "",
+        prefix: str | None = "",
         checkpoint_name: str | None = None,
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: object,
@@ -91,6 +98,9 @@ class WandbLogger(UploadingLogger):
                 fix="Leave out one of the two.",
                 argument="log_model",
             )
+        if version is not None and not isinstance(version, str):
+            allowed = "a string, or a whole number of at least 0"
+            version = str(check.whole("WandbLogger", "version", version, at_least=0, allowed=allowed))
         check.one_of("WandbLogger", "add_file_policy", add_file_policy, ("mutable", "immutable"))
         folder = save_dir if save_dir is not None else dir
         self._wandb_init: dict[str, Any] = {
@@ -105,8 +115,8 @@ class WandbLogger(UploadingLogger):
         if offline:
             self._wandb_init["mode"] = "offline"
         self._wandb_init.update(kwargs)
-        self._offline = offline
-        super().__init__(log_model)
+        self._offline = bool(offline)
+        super().__init__(log_model or False)
         self._prefix, self._checkpoint_name = prefix, checkpoint_name
         self.add_file_policy = add_file_policy
         self._experiment = experiment

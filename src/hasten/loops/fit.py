@@ -322,7 +322,10 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
         Stopped: a signal arrived that ends the run.
 
     """
-    progress, limits = run.progress, run.limits
+    progress, limits, every = run.progress, run.limits, run.arguments.log_every_n_steps
+    # The step in which a run is told to stop is logged. Here, all processes have agreed to stop.
+    if limits.should_stop and every and run.window.is_end and progress.logged_step % every:
+        run.logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.window.loss)
     if progress.last_batch and limits.has_next_epoch():
         run.data.train.begin_next(progress.epoch + 1)
     if progress.last_batch or progress.total_batches >= epoch.next_validation or limits.should_stop:

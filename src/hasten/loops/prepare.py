@@ -99,7 +99,7 @@ def prepare(
     if fitting:
         hooks.on_fit_start()
     if run.arguments.enable_autolog_hparams:
-        _log_hyperparams(run, datamodule)
+        log_hyperparams(run, datamodule)
     if run.conventions.clears_gradients_at_start:
         module.zero_grad()
     if fitting:
@@ -421,7 +421,7 @@ def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[]
     return closure_and_finish
 
 
-def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
+def log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
     values = logged_hparams(run.module, datamodule) if run.logged.loggers else None
     for logger in run.logged.loggers:
         if values is not None:

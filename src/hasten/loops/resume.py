@@ -225,6 +225,7 @@ class RunState:
             "batch_size": run.arguments.speed.batch_size,
             "fits": None if run.memory_limits is None else run.memory_limits.state_dict(),
             "loggers": _states_of_loggers(run) if earlier.loggers is None else earlier.loggers,
+            "logger_classes": _classes_of_loggers(run),
             "evaluations": {run.data.validation.stage: evaluations} if evaluations else {},
         }
 
@@ -244,9 +245,7 @@ class RunState:
         run.module_changes.load_state_dict(state.get("changes") or {})
         if run.memory_limits is not None and state.get("fits") is not None:
             run.memory_limits.load_state_dict(state["fits"])
-        for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
-            if isinstance(logger, Logger):
-                logger.load_state_dict(kept)
+        _restore_loggers(run, state)
         if run.logged.row_is_due:
             run.logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True)
         if not run.data.validation.is_off():
@@ -481,4 +480,25 @@ def before_validation(run: Run) -> Earlier:
 
 
 def _states_of_loggers(run: Run) -> list[dict[str, Any]]:
-    return [logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers]
+    return [logger.state_dict() if _restores(logger) else {} for logger in run.logged.loggers]
+
+
+def _restores(logger: object) -> bool:
+    # A ``state_dict`` alone is a method of the program's own, for something else.
+    return isinstance(logger, Logger) and type(logger).load_state_dict is not Logger.load_state_dict
+
+
+def _classes_of_loggers(run: Run) -> list[str]:
+    return [type(logger).__qualname__ for logger in run.logged.loggers]
+
+
+def _restore_loggers(run: Run, state: Mapping[str, Any]) -> None:
+    """Restore each logger from the state of one of its class: they may be others than before, in another order."""
+    # Earlier files do not name the classes: there, the order tells.
+    classes = state.get("logger_classes") or _classes_of_loggers(run)
+    left: dict[str, list[dict[str, Any]]] = {}
+    for name, kept in zip(classes, state.get("loggers") or (), strict=False):
+        left.setdefault(name, []).append(kept)
+    for logger in run.logged.loggers:
+        if (states := left.get(type(logger).__qualname__)) and _restores(logger):
+            logger.load_state_dict(states.pop(0))

@@ -641,8 +641,25 @@ def _with_attributes(value: Any) -> Any:
     return value
 
 
+_READING = "reading hparams_file"
+
+
+def yaml_with_tuples(text: str | IO[str]) -> Any:
+    """Return the plain data that a text in YAML holds, and tuples, for which Lightning writes a tag; no code is run."""
+    yaml = need("yaml", purpose=_READING)
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        pass
+
+    def tuple_of(loader: Loader, node: Any) -> tuple[Any, ...]:
+        return tuple(loader.construct_sequence(node, deep=True))
+
+    Loader.add_constructor("tag:yaml.org,2002:python/tuple", tuple_of)
+    return yaml.load(text, Loader)
+
+
 def _read_hparams(path: PathLike) -> dict[str, Any]:
-    yaml = need("yaml", purpose="reading hparams_file")
+    yaml = need("yaml", purpose=_READING)
     if conventions.current().mistakes_are_warnings and not Path(path).is_file():
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}
@@ -652,7 +669,7 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
         text = content.decode()
         if kind == ".csv":
             return {key: yaml.safe_load(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
-        data = yaml.safe_load(text) or {}
+        data = yaml_with_tuples(text) or {}
         if kind in (".yaml", ".yml") and isinstance(data, dict) and all(isinstance(name, str) for name in data):
             return data
     except Exception as error:  # yaml has many, and raises others for a date that makes no sense

@@ -74,8 +74,10 @@ class AdvancedProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         """End an action, and continue the one around it."""
         profile = self.profiled_actions.get(action_name)
-        if profile is None or action_name not in self._open:
+        if profile is None:
             raise ValueError(f"Attempting to stop recording an action ({action_name}) which was never started.")
+        if action_name not in self._open:
+            return  # It has ended before.
         self.profiled_actions[self._open[-1]].disable()
         # The innermost of this name; usually the last one.
         del self._open[len(self._open) - 1 - self._open[::-1].index(action_name)]

@@ -132,6 +132,10 @@ class Profiler(ABC):
     def _lightning_module(self) -> Any:
         return self.lightning_module
 
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        self.lightning_module = module
+
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
         parts = [part for part in (self._stage, self.filename, rank, action_name) if part]
@@ -192,7 +196,7 @@ def resolve(profiler: object) -> Profiler:
     """Return the profiler for ``Trainer(profiler=...)``.
 
     Args:
-        profiler: None for none, a name, or a Profiler.
+        profiler: None or False for none, a name, or a Profiler.
 
     Raises:
         MisconfigurationException: no profiler has this name.
@@ -204,7 +208,7 @@ def resolve(profiler: object) -> Profiler:
         ('SimpleProfiler', 'PassThroughProfiler')
 
     """
-    if profiler is None:
+    if profiler is None or profiler is False:
         return PassThroughProfiler()
     if isinstance(profiler, Profiler):
         return profiler
@@ -226,6 +230,7 @@ def resolve(profiler: object) -> Profiler:
 
 def is_off(profiler: Profiler) -> bool:
     """Return whether nothing is to be profiled."""
-    # A user's subclass of it that records something is on.
+    # A user's subclass that overrides something is on.
+    names = ("start", "stop", "profile", "setup", "describe", "summary", "teardown")
     kind = type(profiler)
-    return kind.start is PassThroughProfiler.start and kind.stop is PassThroughProfiler.stop
+    return all(getattr(kind, name) is getattr(PassThroughProfiler, name) for name in names)

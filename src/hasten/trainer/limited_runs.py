@@ -241,9 +241,9 @@ def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: 
             trainer._arguments, enable_autolog_hparams=False, num_sanity_val_steps=0, max_epochs_assumed=False
         ),
         _callbacks=WatchedList([], lambda: None),
+        _logged=LoggedValues(trainer._runtime),
         # If the program expects a logger, there is one.
         _loggers=[DummyLogger() for _ in trainer._loggers],
-        _logged=LoggedValues(trainer._runtime),
         _progress=copy.copy(trainer._progress),
         # An evaluation would continue with the optimizers and data of an earlier run.
         _run=None,

@@ -17,6 +17,7 @@ from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
+from hasten.machine.cluster import SLURMEnvironment
 from hasten.machine.host import is_interactive
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -37,18 +38,22 @@ def loggers(arguments: Arguments) -> list[Any]:
     if arguments.logger is False:
         return []
     if arguments.logger is True:
-        return [_default_logger(arguments.default_root_dir)]
+        return [default_logger(arguments.default_root_dir)]
     return list(arguments.logger)
 
 
-def _default_logger(folder: str) -> Logger:
-    if conventions.current().prefers_tensorboard and installed("tensorboard"):
+def default_logger(folder: str) -> Logger:
+    """Return the logger of ``Trainer(logger=True)``."""
+    of_lightning = conventions.current().prefers_tensorboard
+    # A job that is queued again continues in its folder.
+    version = SLURMEnvironment.job_id() if of_lightning else None
+    if of_lightning and installed("tensorboard"):
         from hasten.loggers import TensorBoardLogger
 
-        return TensorBoardLogger(folder)
+        return TensorBoardLogger(folder, version=version)
     from hasten.loggers import CSVLogger
 
-    return CSVLogger(folder)
+    return CSVLogger(folder, version=version)
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:

@@ -63,7 +63,7 @@ def profiled(run: Run, profiler: Profiler, log_dir: Callable[[], str | None]) ->
     assert fn is not None
     # One process writes files without a rank in their names.
     local_rank = run.runtime.local_rank if run.runtime.several_processes else None
-    profiler.setup(stage=fn.value, local_rank=local_rank, log_dir=log_dir())
+    profiler.setup(stage=fn, local_rank=local_rank, log_dir=log_dir())
     profiler.lightning_module = weakref.proxy(run.module)
     _in_use.add(profiler)
     try:
@@ -73,7 +73,6 @@ def profiled(run: Run, profiler: Profiler, log_dir: Callable[[], str | None]) ->
     finally:
         _in_use.discard(profiler)
         profiler.describe()
-        profiler.teardown(stage=fn.value)
         profiler.lightning_module = None
 
 
@@ -91,6 +90,14 @@ def watched(profiler: Profiler, action_name: str, function: Call) -> Call:
 
     """
     start, stop = profiler.start, profiler.stop
+
+    @functools.wraps(function)
+    def call_in_profile(*args: Any, **kwargs: Any) -> Any:
+        with profiler.profile(action_name):
+            return function(*args, **kwargs)
+
+    if type(profiler).profile is not Profiler.profile:
+        return call_in_profile  # The program's own ``profile``.
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from hasten import callbacks
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
+from hasten.loggers.folders import FolderLogger
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
@@ -94,7 +95,6 @@ class TrainerView(RuntimeView, TrainerSettings):
     _logged: LoggedValues
     _history: History
     _callbacks: WatchedList[Callback]
-    _loggers: list[Any]
     _loops: dict[str, Any]
     _module: LightningModule | None
     _datamodule: LightningDataModule | None
@@ -305,6 +305,16 @@ class TrainerView(RuntimeView, TrainerSettings):
     @loggers.setter
     def loggers(self, loggers: list[Any] | None) -> None:
         self._loggers = list(loggers or [])
+
+    @property
+    def _loggers(self) -> list[Any]:
+        # Programs assign it.
+        loggers: list[Any] = vars(self)["_loggers"]
+        return loggers
+
+    @_loggers.setter
+    def _loggers(self, loggers: list[Any]) -> None:
+        vars(self)["_loggers"] = loggers
         if "_runtime" in vars(self):  # Not in a subclass that sets them before ``super().__init__()``.
             self._logged.loggers = self._called_loggers()
 
@@ -318,7 +328,8 @@ class TrainerView(RuntimeView, TrainerSettings):
         folder: Any = self.default_root_dir
         if self._loggers:
             logger = self._loggers[0]
-            folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+            names = ("log_dir", "save_dir") if isinstance(logger, FolderLogger) else ("save_dir", "log_dir")
+            folder = next((found for name in names if (found := getattr(logger, name, None))), None)
         folder = self._runtime.broadcast(folder)
         return None if folder is None else os.fspath(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,18 @@ __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 class _WithRootDir:
     """What the loggers here have in common: the folder of all runs is their ``root_dir``."""
 
+    name: str
     root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        # In Lightning, the loggers of a Trainer are subclasses of these.
+        first, *others = cls.__bases__
+        return True if first is _WithRootDir and others[0] in kind.__mro__ else NotImplemented
+
+    @property
+    def _versions_dir(self) -> str:
+        return os.path.join(self.root_dir, self.name)
 
 
 class FabricCSVLogger(_WithRootDir, loggers.CSVLogger):
@@ -42,9 +54,9 @@ class FabricCSVLogger(_WithRootDir, loggers.CSVLogger):
     def __init__(
         self,
         root_dir: PathLike,
-        name: str | None = "lightning_logs",
+        name: PathLike | None = "lightning_logs",
         version: int | str | None = None,
-        prefix: str = "",
+        prefix: str | None = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
@@ -74,10 +86,10 @@ class FabricTensorBoardLogger(_WithRootDir, loggers.TensorBoardLogger):
     def __init__(
         self,
         root_dir: PathLike,
-        name: str | None = "lightning_logs",
+        name: PathLike | None = "lightning_logs",
         version: int | str | None = None,
-        default_hp_metric: bool = True,
-        prefix: str = "",
+        default_hp_metric: bool | None = True,
+        prefix: str | None = "",
         sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:

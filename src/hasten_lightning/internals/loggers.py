@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.loggers.base import flat
+from hasten.loops import prepare
 
 if TYPE_CHECKING:
     from hasten.callbacks import Checkpoint
+    from hasten.trainer import Trainer
 
 
 def sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +58,32 @@ def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: st
 
     """
     return flat({parent_key: params}, delimiter) if parent_key else flat(params, delimiter)
+
+
+def is_json_serializable(value: object) -> bool:
+    """Return whether a value can be written as JSON; a list or dict counts without a look inside."""
+    if isinstance(value, (list, dict)):
+        return True
+    try:
+        json.dumps(value)
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def convert_json_serializable(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters with texts in the place of what cannot be written as JSON."""
+    return {key: value if is_json_serializable(value) else str(value) for key, value in params.items()}
+
+
+def log_hyperparams(trainer: Trainer) -> None:
+    """Give the hyper-parameters of module and datamodule, and the graph, to all loggers."""
+    prepare.log_hyperparams(trainer.current_run, trainer.datamodule)
+
+
+def prefix_metric_keys(metrics_dict: Mapping[str, float], prefix: str, separator: str) -> dict[str, float]:
+    """Return values with a prefix before their names."""
+    return {prefix + separator + name: value for name, value in metrics_dict.items()}
 
 
 def scan_checkpoints(checkpoint_callback: Checkpoint, logged_model_time: Mapping[str, float]) -> list[tuple[Any, ...]]:

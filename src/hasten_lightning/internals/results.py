@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasten.loops.progress import TrainerFn
 from hasten.runtime import ReadOnly
+from hasten.trainer.parts import default_logger
 
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
@@ -126,6 +127,23 @@ class LoggerConnector:
         fitting = loop is trainer.fit_loop
         step = loop.epoch_loop._batches_that_stepped + 1 if fitting else loop.batch_progress.current.ready
         return step % every == 0 or trainer.should_stop
+
+    def configure_logger(self, logger: Any) -> None:
+        """Replace the loggers: True for the default one, None or False for none, one, or an iterable of them."""
+        if logger is True:
+            logger = default_logger(self.trainer.default_root_dir)
+        self.trainer.loggers = list(logger) if isinstance(logger, Iterable) else [logger] if logger else []
+
+    def reset_metrics(self) -> None:
+        """Forget the values for callbacks, loggers and progress bar."""
+        self.trainer._logged.forget_callback_values()
+
+    def reset_results(self) -> None:
+        """Forget what the running stage has accumulated."""
+        run = self.trainer._run
+        for value in () if run is None else run.logged.of_stage(run.evaluation.stage or "train"):
+            value.reset()
+        self._first_loop_iter = None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Pass values to all loggers.

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
-import yaml
-
 from hasten.checkpoint import files
 from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.loggers.base import as_dict, plain
 from hasten.loggers.folders import file_system, write_hparams
+from hasten.module.hparams import yaml_with_tuples
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -68,7 +67,7 @@ def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) ->
     if not system.exists(os.fspath(config_yaml)):
         return {}
     with _named(config_yaml), system.open(os.fspath(config_yaml), "r") as file:
-        found: dict[str, Any] = yaml.safe_load(file) or {}
+        found: dict[str, Any] = yaml_with_tuples(file) or {}
     return found
 
 
