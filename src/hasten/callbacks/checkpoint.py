@@ -860,6 +860,7 @@ _NOTHING_SAVED: dict[str, Any] = {name: getattr(ModelCheckpoint, name) for name 
 class OnExceptionCheckpoint(Checkpoint):
     """Save the run when an exception, Ctrl-C or SIGTERM ends a fit; remove the file when a later fit succeeds.
 
+    A later ``fit`` without ``ckpt_path`` continues from the file, or from a newer one of ``ckpt_path="last"``.
     Only the successful end of a ``fit`` removes it; ``validate``, ``test`` and ``predict`` leave it alone.
     On several processes it is saved if the exception was raised on all of them; one alone cannot save the run.
     A run resumed from it repeats the batch in which the exception was raised. If the run cannot be saved, the
@@ -881,6 +882,8 @@ class OnExceptionCheckpoint(Checkpoint):
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    # Whether a fit without ckpt_path continues from the file.
+    resumes_fit: ClassVar[bool] = True
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         super().__init__()

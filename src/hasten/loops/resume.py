@@ -387,10 +387,15 @@ def _check_number(what: str, stored: list[Any], present: list[Any], source: str)
 # -- from which checkpoint a call starts
 
 
-def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> str | None:
-    """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
+def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, fits: bool = True) -> str | None:
+    """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks.
+
+    For a fit, None means "last" if an earlier fit failed and ``OnExceptionCheckpoint`` saved it.
+    """
     if ckpt_path is None:
-        return None
+        if not fits or not _failed_before(trainer):
+            return None
+        ckpt_path = "last"
     given: Any = ckpt_path
     if not isinstance(given, (str, os.PathLike)):
         what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
@@ -453,6 +458,20 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
         f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {trained}.",
         fix=f"To train on, write {write} {counted}",
     )
+
+
+def _failed_before(trainer: Trainer) -> bool:
+    """Return whether a fit that failed has left a file with which the next one begins, and say so."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "resumes_fit", False)]
+    paths = [] if trainer.fast_dev_run else [callback.find_last(trainer) for callback in callbacks]
+    if not any(paths):
+        return False
+    rank_zero_warn(
+        f"Trainer.fit() without ckpt_path: an earlier fit failed and left {next(filter(None, paths))}. The run "
+        "continues from the newest checkpoint.",
+        fix="Say ckpt_path='last' to be explicit, or remove the file to start from the beginning.",
+    )
+    return True
 
 
 def find_last(trainer: Trainer) -> str | None:

@@ -100,6 +100,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     _datamodule: LightningDataModule | None
     _should_stop: bool
     _ckpt_path: str | None
+    _assigned_path: str | None
     _received_sigterm: bool
     _between_batches: bool
 
@@ -403,12 +404,12 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint the last call started from."""
+        """The checkpoint the last call started from; assign a path for calls to which none is given."""
         return self._ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | None) -> None:
-        self._ckpt_path = path
+        self._ckpt_path = self._assigned_path = path or None
 
     # -- internal functions
 

@@ -263,6 +263,7 @@ class Trainer(TrainerView):
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
         self._ckpt_path: str | None = None
+        self._assigned_path: str | None = None
         self._received_sigterm = False
         self._between_batches = True
         self._loops = {}
@@ -387,6 +388,7 @@ class Trainer(TrainerView):
         model = parts.inner_model(model)
         check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        ckpt_path = parts.given_or_assigned(self, TrainerFn.FITTING, ckpt_path)
         with (
             choose_speed(self, model, train_dataloaders, datamodule, ckpt_path),
             self._batch_size_found(model, loaders, datamodule, ckpt_path),
@@ -780,7 +782,8 @@ class Trainer(TrainerView):
     def _read_checkpoint(self, ckpt_path: Any, weights_only: bool | None) -> tuple[dict[str, Any] | None, str | None]:
         path = requeue.resumed_path(self, ckpt_path)
         if path is None:
-            path = requeue.newest(self) if ckpt_path == "hpc" else resolve_path(self, ckpt_path)
+            fits = self.state.fn is TrainerFn.FITTING
+            path = requeue.newest(self) if ckpt_path == "hpc" else resolve_path(self, ckpt_path, fits=fits)
         self._ckpt_path = path
         if path is None:
             return None, None
