@@ -423,7 +423,10 @@ class ModelCheckpoint(Checkpoint):
         if self._should_skip_saving_checkpoint(trainer) or trainer.total_batch_idx < 0:
             return
         position = _position(trainer)
-        if isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError)):
+        # Those of signals; a program may raise the first two itself.
+        is_stop = isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError))
+        by_program = trainer.current_run.limits.stop.agreed_signal is None and not isinstance(exception, BadLossError)
+        if is_stop and not (by_program and self.save_on_exception):
             is_saved = not self.save_weights_only and position in (self._saved_at, self._last_at)
             if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
                 self._save_stopped(trainer)

@@ -145,6 +145,14 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     let_log(trainer.callbacks, module)
 
 
+def time_is_limited(trainer: Trainer) -> bool:
+    """Return whether a Timer limits the fit that begins; it may have been added after the Trainer was made."""
+    from hasten.callbacks.timer import Timer
+
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+    return trainer.state.fn is TrainerFn.FITTING and any(timer.time_remaining() is not None for timer in timers)
+
+
 def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> None:
     """Give callbacks the module whose ``log`` they use during a run; None when it is over."""
     for callback in callbacks:

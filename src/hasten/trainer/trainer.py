@@ -594,6 +594,8 @@ class Trainer(TrainerView):
             self.state.fn, runtime, module, self._arguments, self._accumulate_grad_batches, self._callbacks
         )
         parts.attach(self, module, self._datamodule)
+        if self._arguments.max_epochs_assumed and parts.time_is_limited(self):
+            self._change("max_epochs", -1)
         runtime.strategy.join_run(runtime, self)
         runtime.strategy.connect(None)
         self._logged.forget_callback_values()
@@ -703,6 +705,8 @@ class Trainer(TrainerView):
 
     def _leave(self, run: Run, signal_number: int) -> NoReturn:
         """End the program after a signal, between two batches; checkpoint callbacks save the state."""
+        # Also where another process received it.
+        run.limits.stop.agreed_signal = signal_number
         self._received_sigterm = signal_number == signals.SIGTERM
         by_keyboard = signal_number == signals.SIGINT
         name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
