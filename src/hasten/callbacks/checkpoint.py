@@ -18,6 +18,7 @@ from hasten._lib import check
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
+from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import (
@@ -853,7 +854,9 @@ class ModelCheckpoint(Checkpoint):
                 self._remove_checkpoint(trainer, path)
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if trainer.is_global_zero:
+        if defined_by_program(trainer.strategy, "remove_checkpoint"):
+            trainer.strategy.remove_checkpoint(filepath)
+        elif trainer.is_global_zero:
             checkpoint_files.remove(filepath, trainer.runtime.checkpoint_io)
 
 

@@ -67,7 +67,11 @@ class RunState:
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
-            weights = run.runtime.strategy.state.state_dict(run.module)
+            strategy = run.runtime.strategy
+            if defined_by_program(strategy, "lightning_module_state_dict"):
+                weights = strategy.lightning_module_state_dict()
+            else:
+                weights = strategy.state.state_dict(run.module)
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
@@ -125,8 +129,10 @@ class RunState:
 
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
+        by_program = defined_by_program(runtime.strategy, "optimizer_state")
+        state_of = (runtime.strategy if by_program else runtime.strategy.state).optimizer_state
         checkpoint: dict[str, Any] = {
-            "optimizer_states": [runtime.strategy.state.optimizer_state(one) for one in run.optimizers],
+            "optimizer_states": [state_of(one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
-from hasten._lib.names import refuse_unknown, without_unknown
+from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -637,6 +637,8 @@ class Trainer(TrainerView):
     def _make_run(self, module: LightningModule, loaders: dict[str, Any], stop: StopRequests) -> Run:
         arguments, runtime = self._arguments, self._runtime
         sampler = runtime.distributed_sampler_kwargs if arguments.use_distributed_sampler else None
+        strategy: Any = runtime.strategy
+        process = strategy.process_dataloader if defined_by_program(strategy, "process_dataloader") else None
 
         def source(stage: str, limit: Any) -> StageData:
             return StageData(
@@ -644,7 +646,7 @@ class Trainer(TrainerView):
                 reads_datamodule=self._reads_datamodule, limit=limit, sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
-                remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
+                remake=functools.partial(remake_loader, arguments.speed, device=runtime.device), process=process,
                 several_processes=runtime.several_processes and stage != "train", processes=len(runtime.device_ids),
             )  # fmt: skip
 
