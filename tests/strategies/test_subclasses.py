@@ -150,6 +150,27 @@ def test_methods_for_the_module_its_data_and_its_checkpoints_are_called(tmp_path
     assert saved["optimizer_states"][0]["extra"] == 1
 
 
+def test_the_state_of_a_precision_is_saved_and_restored(tmp_path: Path) -> None:
+    class Counts(Precision):
+        done = 0
+
+        def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+            self.done += 1
+            return super().optimizer_step(optimizer, **kwargs)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"done": self.done}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.done = state_dict["done"]
+
+    trainer, later = quiet(plugins=Counts()), quiet(plugins=(again := Counts()), max_epochs=2)
+    trainer.fit(Classifier(), loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    later.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert again.done == 4
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_what_is_restored_and_when(tmp_path: Path, after: bool) -> None:
     strategy, model = Notes(), Classifier()

@@ -232,6 +232,7 @@ def test_a_stopped_fit_is_continued_by_the_next() -> None:
 
     trainer, model = quiet(max_epochs=2, callbacks=[StopsOnce()]), Classifier()
     trainer.fit(model, loader(40))
+    trainer.validate(model, loader(4), verbose=False)
     assert (trainer.global_step, trainer.current_epoch, trainer.should_stop) == (3, 1, True)
     trainer.fit(model, loader(40))
     assert (trainer.global_step, trainer.current_epoch, trainer.should_stop) == (13, 2, False)

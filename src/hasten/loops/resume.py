@@ -138,6 +138,8 @@ class RunState:
         if runtime.scaler is not None:
             runtime.engine.update_scale()
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
+        if defined_by_program(runtime.precision, "state_dict"):
+            checkpoint[type(runtime.precision).__qualname__] = runtime.precision.state_dict()
         gradients = None
         if run.window.gradients_may_count():
             if not _begins_batch_again(run):
@@ -176,6 +178,9 @@ class RunState:
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
+        stored = checkpoint.get(type(runtime.precision).__qualname__)
+        if stored is not None and defined_by_program(runtime.precision, "load_state_dict"):
+            runtime.precision.load_state_dict(stored)
         entries = checkpoint.get("hasten") or {}
         # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()

@@ -559,7 +559,8 @@ class Trainer(TrainerView):
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         check_signatures(module, datamodule, self._callbacks)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
-        self._should_stop = False
+        # Until the next fit, programs see that the last one was stopped.
+        self._should_stop = self._should_stop and fn is not TrainerFn.FITTING
         # An earlier datamodule stays: its hooks for preparing and moving data apply to later runs too.
         self._reads_datamodule = datamodule is not None
         self._module, self._datamodule = module, datamodule or self._datamodule
