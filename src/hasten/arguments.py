@@ -521,7 +521,9 @@ def changed(arguments: Arguments, name: str, value: object) -> Arguments:
     if name == "val_check_interval":
         return replace(arguments, **_validation_schedule(value, arguments.check_val_every_n_epoch))
     new = _checked(Arguments, "Trainer", {name: value})
-    if name == "overfit_batches":
+    if name == "max_epochs":
+        new["max_epochs_assumed"] = False
+    elif name == "overfit_batches":
         new["limit_train_batches"] = new["limit_val_batches"] = new[name] or None
     elif name == "check_val_every_n_epoch":
         new = _validation_schedule(arguments.val_check_interval, new[name])

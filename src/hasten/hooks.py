@@ -225,6 +225,8 @@ class Hooks:
         if module is not None and name in found[id(module)]:
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
+        elif listeners and name == "on_train_batch_start":
+            listeners.append(nothing)  # Only what a module returns ends the epoch.
         of_datamodule = module is not None and name not in _NOT_FOR_DATAMODULE
         if of_datamodule and name in found.get(id(datamodule), ()):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"

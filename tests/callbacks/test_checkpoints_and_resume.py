@@ -268,13 +268,16 @@ def test_a_stopped_run_is_saved_once_and_only_between_batches(tmp_path: Path) ->
     assert stopped("c", Impatient(), ModelCheckpoint(tmp_path / "c")) == []
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_saving_on_an_error(tmp_path: Path, asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [(True, ZeroDivisionError), (False, ZeroDivisionError), (True, KeyboardInterrupt), (True, SystemExit)],
+)
+def test_saving_on_an_error(tmp_path: Path, asked: bool, error: type[BaseException]) -> None:
     def fail() -> None:
-        raise ZeroDivisionError
+        raise error
 
     checkpoint = ModelCheckpoint(tmp_path, "best", save_on_exception=asked)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((ZeroDivisionError, SystemExit)):
         run(Scripted(), checkpoint, StopAt(6, fail), max_epochs=2)
     # A good file of that name is not written over by the state of a failed run.
     assert names(tmp_path) == (["best-v1.ckpt"] if asked else []) + ["best.ckpt"]

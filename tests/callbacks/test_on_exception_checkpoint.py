@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +81,19 @@ def test_a_failed_or_interrupted_run_resumes_exactly(
     assert not Path(callback.ckpt_path).exists()
 
 
-@pytest.mark.parametrize("removed", [None, "on_exception.ckpt", "epoch=0-step=6.ckpt"])
-def test_the_last_checkpoint_is_the_newest_of_all_callbacks(tmp_path: Path, removed: str | None) -> None:
+@pytest.mark.parametrize(
+    ("removed", "given", "start"),
+    [
+        (None, "last", "on_exception"),
+        ("on_exception.ckpt", "last", "epoch=0-step=6"),
+        ("epoch=0-step=6.ckpt", "last", "on_exception"),
+        (None, None, "on_exception"),
+        ("on_exception.ckpt", None, ""),
+    ],
+)
+def test_a_fit_continues_from_the_newest_checkpoint_of_all_callbacks(
+    tmp_path: Path, removed: str | None, given: str | None, start: str
+) -> None:
     def callbacks() -> list[L.Callback]:
         return [OnExceptionCheckpoint(tmp_path), ModelCheckpoint(tmp_path / "saved")]
 
@@ -91,10 +103,10 @@ def test_the_last_checkpoint_is_the_newest_of_all_callbacks(tmp_path: Path, remo
         os.utime(path, (20, 20) if path.stem == "on_exception" else (10, 10))
         if path.name == removed:
             path.unlink()
-    resumed = fitted(Classifier, callbacks, max_epochs=2, enable_checkpointing=True, ckpt_path="last")
-    assert Path(resumed.ckpt_path or "").stem == (
-        "epoch=0-step=6" if removed == "on_exception.ckpt" else "on_exception"
-    )
+    says_so = warned(UserWarning, fix="ckpt_path='last'", says="on_exception.ckpt")
+    with says_so if start and given is None else nullcontext():
+        resumed = fitted(Classifier, callbacks, max_epochs=2, enable_checkpointing=True, ckpt_path=given)
+    assert Path(resumed.ckpt_path or "").stem == start
     assert resumed.global_step == 12
 
 
@@ -114,7 +126,7 @@ def test_only_a_fit_that_succeeds_removes_it(tmp_path: Path) -> None:
     assert path.exists()
     before = path.read_bytes()
     with pytest.raises(RuntimeError):
-        trainer().fit(failing(0), loader(8))
+        trainer().fit(failing(2, place="on_train_epoch_end"), loader(8))
     assert path.read_bytes() != before
     trainer().fit(Classifier(), loader(8))
     assert not path.exists()

@@ -86,6 +86,19 @@ def test_several_loaders_are_told_apart() -> None:
     assert [[len(each) for each in loader] for loader in predictions] == [[2, 1], [2]]
 
 
+def test_a_writer_may_have_hooks_of_its_own() -> None:
+    class Own(BasePredictionWriter):
+        def on_predict_batch_end(self, *_: Any) -> None:  # type: ignore[override]
+            seen.append("batch")
+
+        def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            seen.append(len(trainer.predict_loop.predictions))
+
+    seen: list[Any] = []
+    quiet(callbacks=[Own("batch_and_epoch")]).predict(Classifier(), DataLoader(dataset(4), 2))
+    assert seen == ["batch", "batch", 2]
+
+
 def test_a_writer_that_wants_batches_alone_leaves_nothing_in_memory() -> None:
     kept: list[Any] = []
 

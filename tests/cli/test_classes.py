@@ -83,9 +83,9 @@ def test_one_optimizer_class_and_other_defaults() -> None:
 def test_configure_optimizers_of_the_cli() -> None:
     class Own(LightningCLI):
         @staticmethod
-        def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
-            lightning_module.seen = (optimizer, lr_scheduler)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
+        def configure_optimizers(lightning_module: Any, lr_scheduler: Any = None, **given: Any) -> Any:
+            lightning_module.seen = (given["optimizer"], lr_scheduler)
+            return {**given, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
 
     words = "fit --optimizer=SGD --optimizer.lr=1 --lr_scheduler=StepLR --lr_scheduler.step_size=9"
     made = cli(words, run=True, kind=Own)
@@ -203,11 +203,14 @@ def test_the_moments_of_a_run_in_order() -> None:
 
 def test_a_subcommand_of_the_cli_takes_the_place_of_the_trainers() -> None:
     class Own(LightningCLI):
+        def _parse_ckpt_path(self) -> None:
+            self.config["fit"]["ckpt_path"] += ".ckpt"
+
         def fit(self, model: Any, datamodule: Any, ckpt_path: Any, **kwargs: Any) -> None:
             self.got = (model, datamodule, ckpt_path, sorted(kwargs))
 
     made: Any = cli("fit", "--ckpt_path=some", kind=Own, run=True)
-    assert made.got == (made.model, made.datamodule, "some", ["weights_only"])
+    assert made.got == (made.model, made.datamodule, "some.ckpt", ["weights_only"])
     assert made.trainer.global_step == 0
 
 

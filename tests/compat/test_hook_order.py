@@ -369,6 +369,16 @@ def test_hooks_of_a_strategy_run_after_those_of_the_module() -> None:
     assert calls == ["module", "strategy", "module 0", "strategy 0", "module 1", "strategy 1"]
 
 
+def test_what_a_callback_returns_ends_no_epoch() -> None:
+    class Ends(Callback):
+        def on_train_batch_start(self, *_: Any) -> int:  # type: ignore[override]
+            return -1
+
+    trainer = quiet(callbacks=Ends(), limit_val_batches=0)
+    trainer.fit(WithData())
+    assert trainer.global_step == trainer.num_training_batches
+
+
 @pytest.mark.parametrize(
     "hook",
     ["on_validation_model_eval", "on_validation_model_train", "on_test_model_eval", "lr_scheduler_step"],

@@ -115,6 +115,62 @@ def test_overridden_methods_are_called_and_change_nothing(tmp_path: Path) -> Non
     assert both.calls.count("optimizer_step") == precision.calls.count("optimizer_step") == 1
 
 
+def test_methods_for_the_module_its_data_and_its_checkpoints_are_called(tmp_path: Path) -> None:
+    class Own(SingleDeviceStrategy):  # type: ignore[misc]
+        def model_to_device(self) -> None:
+            assert isinstance(self.model, Classifier)
+            moved.append(self.root_device)
+
+        def setup_optimizers(self, trainer: Any) -> None:
+            self.optimizers = [torch.optim.SGD(self.lightning_module.parameters(), 0.5)]
+
+        def process_dataloader(self, dataloader: Any) -> Any:
+            return [*dataloader][:1]
+
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            return {**super().lightning_module_state_dict(), "extra": torch.ones(1)}
+
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            return {**super().optimizer_state(optimizer), "extra": 1}
+
+        def remove_checkpoint(self, filepath: Any) -> None:
+            removed.append(Path(filepath).name)
+
+    moved: list[Any] = []
+    removed: list[str] = []
+    saves = L.callbacks.ModelCheckpoint(tmp_path, "{epoch}")
+    trainer = quiet(strategy=Own(), max_epochs=2, callbacks=saves, enable_checkpointing=True)
+    trainer.fit(Classifier(), loader())
+    assert moved == [torch.device("cpu")]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    assert trainer.global_step == 2
+    assert removed == ["epoch=0.ckpt"]
+    saved = torch.load(saves.best_model_path, weights_only=True)
+    assert "extra" in saved["state_dict"]
+    assert saved["optimizer_states"][0]["extra"] == 1
+
+
+def test_the_state_of_a_precision_is_saved_and_restored(tmp_path: Path) -> None:
+    class Counts(Precision):
+        done = 0
+
+        def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+            self.done += 1
+            return super().optimizer_step(optimizer, **kwargs)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"done": self.done}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.done = state_dict["done"]
+
+    trainer, later = quiet(plugins=Counts()), quiet(plugins=(again := Counts()), max_epochs=2)
+    trainer.fit(Classifier(), loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    later.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert again.done == 4
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_what_is_restored_and_when(tmp_path: Path, after: bool) -> None:
     strategy, model = Notes(), Classifier()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from hasten.callbacks import ModelCheckpoint
+from hasten.callbacks import ModelCheckpoint, Timer
 from tests.fakes import watching
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused
@@ -38,6 +39,18 @@ def test_time_in_the_place_of_epochs_is_a_time_limit() -> None:
         timer = next(callback for callback in trainer.callbacks if type(callback).__name__ == "Timer")
         assert timer.time_remaining() == pytest.approx(12 * 3600, abs=1)
         assert trainer.max_epochs == -1
+
+
+@pytest.mark.parametrize(("timer", "max_epochs"), [(Timer("12h"), -1), (Timer(), 1000)])
+def test_a_timer_with_a_duration_takes_the_place_of_the_assumed_limit_of_epochs(timer: Timer, max_epochs: int) -> None:
+    trainer = quiet(max_epochs=None, limit_train_batches=1)
+    trainer.callbacks.append(timer)
+    trainer.callbacks.append(watching(lambda _, trainer: setattr(trainer, "should_stop", True), "on_train_epoch_end"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Classifier(), loader(4))
+    assert trainer.max_epochs == max_epochs
+    assert any("1000 epochs" in str(each.message) for each in caught) == (max_epochs == 1000)
 
 
 @pytest.mark.parametrize(

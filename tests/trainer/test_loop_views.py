@@ -239,3 +239,23 @@ def test_a_batch_that_is_moved_has_not_begun() -> None:
         ("move", -1, -1), ("start", 0, 0), ("move", 0, 0), ("start", 1, 1), ("schedule", 1, 1),
         ("move", -1, 1), ("start", 0, 2), ("move", 0, 2), ("start", 1, 3), ("schedule", 1, 3),
     ]  # fmt: skip
+
+
+def test_the_training_data_is_loaded_again_between_two_epochs() -> None:
+    class Grows(Classifier):
+        loads = 0
+
+        def train_dataloader(self) -> Any:
+            self.loads += 1
+            return loader(4 * self.loads)
+
+    def again(_: str, trainer: Any) -> None:
+        trainer.fit_loop._combined_loader = None
+        trainer.fit_loop.setup_data()
+
+    trainer = quiet(max_epochs=3, callbacks=watching(again, "on_train_epoch_end"))
+    trainer.fit(Grows())
+    assert trainer.global_step == 1 + 2 + 3
+    early = quiet(callbacks=watching(again, "on_train_batch_end"))
+    with refused(AttributeError, fix="on_train_epoch_end"):
+        early.fit(Classifier(), loader(8))

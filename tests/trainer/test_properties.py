@@ -69,6 +69,31 @@ def test_properties_of_a_run() -> None:
     assert [one.dataset for one in trainer.predict_dataloaders] == [first.dataset, second.dataset]
 
 
+def test_reading_the_numbers_of_batches_makes_no_loaders() -> None:
+    calls: list[str] = []
+
+    class Loads(Classifier):
+        def setup(self, stage: str) -> None:
+            assert batches(self.trainer) == []
+            calls.append("setup")
+
+        def val_dataloader(self) -> Any:
+            assert batches(self.trainer) == []
+            calls.append("data")
+            return loader(8)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    def batches(trainer: L.Trainer) -> list[float]:
+        evaluations = trainer.num_val_batches + trainer.num_test_batches + trainer.num_predict_batches
+        return evaluations + trainer.num_sanity_val_batches
+
+    quiet().fit(Loads(), loader(4))
+    quiet().test(Loads(), verbose=False)
+    quiet().predict(Loads())
+    assert calls == ["setup", "data"] * 3
+
+
 def test_optimizers_can_be_exchanged_in_a_run() -> None:
     model, weights = Classifier(), []
 
@@ -108,6 +133,7 @@ def test_properties_are_documented_and_can_be_read_in_a_compiled_function() -> N
         ({"max_epochs": 2, "overfit_batches": 3}, 6),
         ({"max_epochs": 2, "max_steps": 3}, 3),
         ({"max_epochs": 3, "accumulate_grad_batches": 4}, 9),
+        ({"max_epochs": 0}, 10),
     ],
 )
 def test_estimated_stepping_batches(arguments: dict[str, Any], steps: float) -> None:

@@ -232,6 +232,7 @@ def test_a_stopped_fit_is_continued_by_the_next() -> None:
 
     trainer, model = quiet(max_epochs=2, callbacks=[StopsOnce()]), Classifier()
     trainer.fit(model, loader(40))
+    trainer.validate(model, loader(4), verbose=False)
     assert (trainer.global_step, trainer.current_epoch, trainer.should_stop) == (3, 1, True)
     trainer.fit(model, loader(40))
     assert (trainer.global_step, trainer.current_epoch, trainer.should_stop) == (13, 2, False)
@@ -292,6 +293,17 @@ def test_every_form_of_ckpt_path(tmp_path: Path, caplog: Any) -> None:
     with warned(UserWarning, says=("ckpt_path", "epoch=1.ckpt")):
         trainer.test(dataloaders=loader(8), verbose=False)
     assert trainer.ckpt_path == best
+    trainer.ckpt_path = last
+    trainer.test(dataloaders=loader(8), verbose=False)
+    assert trainer.ckpt_path == last
+    with warned(UserWarning, says=(last, best)):
+        trainer.test(model, loader(8), ckpt_path=best, verbose=False)
+    trainer.test(model, loader(8), verbose=False)
+    assert trainer.ckpt_path is None
+    later = quiet(max_epochs=3)
+    later.ckpt_path = last
+    later.fit(model, loader())
+    assert (later.ckpt_path, later.global_step) == (last, 30)
     (tmp_path / "other.ckpt").write_bytes(b"no checkpoint")
     with refused(Exception, says="other.ckpt"):
         trainer.test(model, loader(8), ckpt_path=tmp_path / "other.ckpt")

@@ -18,6 +18,7 @@ from hasten._lib import check
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
+from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import (
@@ -423,7 +424,10 @@ class ModelCheckpoint(Checkpoint):
         if self._should_skip_saving_checkpoint(trainer) or trainer.total_batch_idx < 0:
             return
         position = _position(trainer)
-        if isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError)):
+        # Those of signals; a program may raise the first two itself.
+        is_stop = isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError))
+        by_program = trainer.current_run.limits.stop.agreed_signal is None and not isinstance(exception, BadLossError)
+        if is_stop and not (by_program and self.save_on_exception):
             is_saved = not self.save_weights_only and position in (self._saved_at, self._last_at)
             if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
                 self._save_stopped(trainer)
@@ -850,7 +854,9 @@ class ModelCheckpoint(Checkpoint):
                 self._remove_checkpoint(trainer, path)
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if trainer.is_global_zero:
+        if defined_by_program(trainer.strategy, "remove_checkpoint"):
+            trainer.strategy.remove_checkpoint(filepath)
+        elif trainer.is_global_zero:
             checkpoint_files.remove(filepath, trainer.runtime.checkpoint_io)
 
 
@@ -860,6 +866,7 @@ _NOTHING_SAVED: dict[str, Any] = {name: getattr(ModelCheckpoint, name) for name 
 class OnExceptionCheckpoint(Checkpoint):
     """Save the run when an exception, Ctrl-C or SIGTERM ends a fit; remove the file when a later fit succeeds.
 
+    A later ``fit`` without ``ckpt_path`` continues from the file, or from a newer one of ``ckpt_path="last"``.
     Only the successful end of a ``fit`` removes it; ``validate``, ``test`` and ``predict`` leave it alone.
     On several processes it is saved if the exception was raised on all of them; one alone cannot save the run.
     A run resumed from it repeats the batch in which the exception was raised. If the run cannot be saved, the
@@ -881,6 +888,8 @@ class OnExceptionCheckpoint(Checkpoint):
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    # Whether a fit without ckpt_path continues from the file.
+    resumes_fit: ClassVar[bool] = True
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         super().__init__()

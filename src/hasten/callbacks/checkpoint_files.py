@@ -326,7 +326,8 @@ def clean(folder: str) -> None:
 
 def is_followed(trainer: Trainer) -> bool:
     """Return whether methods of the program run as soon as a ModelCheckpoint has saved, and may expect its file."""
-    if defined_by_program(trainer, "save_checkpoint") or defined_by_program(trainer.strategy, "save_checkpoint"):
+    of_strategy = ("save_checkpoint", "remove_checkpoint")
+    if defined_by_program(trainer, "save_checkpoint") or defined_by_program(trainer.strategy, *of_strategy):
         return True
     return True in [defined_by_program(logger, "after_save_checkpoint") for logger in trainer.loggers]
 

@@ -420,4 +420,4 @@ def begins_anew(trainer: Trainer) -> bool:
 
 def validates(trainer: Trainer) -> bool:
     """Return whether this fit validates at all."""
-    return sum(trainer.num_val_batches) > 0
+    return not trainer.current_run.data.validation.is_off()

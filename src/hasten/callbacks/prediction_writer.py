@@ -76,14 +76,14 @@ class BasePredictionWriter(Callback):
         self.interval = WriteInterval(write_interval)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse an interval whose method is not overridden, before hours of prediction are lost."""
+        """Refuse an interval for which nothing is overridden, before hours of prediction are lost."""
         if stage != "predict":
             return
-        for due, name in (
-            (self.interval.on_batch, "write_on_batch_end"),
-            (self.interval.on_epoch, "write_on_epoch_end"),
+        for due, name, hook in (
+            (self.interval.on_batch, "write_on_batch_end", "on_predict_batch_end"),
+            (self.interval.on_epoch, "write_on_epoch_end", "on_predict_epoch_end"),
         ):
-            if due and not overrides(self, BasePredictionWriter, name):
+            if due and not any(overrides(self, BasePredictionWriter, each) for each in (name, hook)):
                 raise MisconfigurationException(
                     f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
                     "define.",

@@ -88,6 +88,7 @@ class ProgressBar(Callback):
         every = trainer.check_val_every_n_epoch
         if not trainer.enable_validation or (every is not None and (trainer.current_epoch + 1) % every):
             return 0
+        trainer.current_run.data.validation.load()
         return sum(trainer.num_val_batches)
 
     @property

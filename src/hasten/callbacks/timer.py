@@ -36,7 +36,8 @@ class Timer(Callback):
     """Measure training, validation and test, and stop the training when its time is up.
 
     The time already trained is part of checkpoints: a resumed run gets the rest. Time in which the process was stopped
-    (Ctrl-Z, SIGSTOP, a suspended job) does not count, except with ``interval="epoch"``.
+    (Ctrl-Z, SIGSTOP, a suspended job) does not count, except with ``interval="epoch"``. With a duration, epochs are not
+    limited to 1000 where the Trainer has no ``max_epochs``.
 
     Args:
         duration: time to train: "DD:HH:MM:SS", "90min", a timedelta, or a dict of its arguments; None only

@@ -123,11 +123,7 @@ class LightningCLI:
         self.setup_parser(run, for_all, per_subcommand)
         self.parse_arguments(self.parser, args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
-        if self.subcommand is not None:
-            # The checkpoint has arguments of the module.
-            kind = _class_of(self._model_class)
-            given = set() if conventions.current().checkpoint_beats_options else self._command_line_keys()
-            self.config = with_checkpoint(self.parser, self.config, given, kind, self.subclass_mode_model)
+        self._parse_ckpt_path()
         self._set_seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
@@ -244,6 +240,13 @@ class LightningCLI:
             )
         is_data = isinstance(args, (dict, Namespace))
         self.config = parser.parse_object(args) if is_data else parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Take arguments of the module from the checkpoint; command lines written for Lightning override it."""
+        if self.subcommand is not None:
+            kind = _class_of(self._model_class)
+            given = set() if conventions.current().checkpoint_beats_options else self._command_line_keys()
+            self.config = with_checkpoint(self.parser, self.config, given, kind, self.subclass_mode_model)
 
     def _words(self) -> list[str] | None:
         """Return the command line; None where the arguments are data."""
@@ -436,7 +439,7 @@ def _configured(module: LightningModule, configure: Any, optimizer: Any, schedul
     # The optimizer is made here, so it is fused where possible, unless the options have fused=False.
     made = fused_where_possible(instantiate_class((module.parameters(),), optimizer), module)
     lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
-    return configure(module, made, lr_scheduler)
+    return configure(module, optimizer=made, lr_scheduler=lr_scheduler)
 
 
 def _made(callback: Any) -> Any:

@@ -182,7 +182,12 @@ def _restore_model(
 def _place_and_wrap(run: Run) -> None:
     """Move the module and the optimizers of a fit to the device, and wrap the module's calls."""
     fitting, runtime = run.state.fn is TrainerFn.FITTING, run.runtime
-    runtime.place(run.module)
+    strategy: Any = runtime.strategy
+    moved_by_program = defined_by_program(strategy, "model_to_device")
+    runtime.place(run.module, move=not moved_by_program)
+    if moved_by_program:
+        strategy.model = run.module
+        strategy.model_to_device()
     change_module(run)
     if fitting:
         configure_optimizers(run)
@@ -280,12 +285,17 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
 def configure_optimizers(run: Run) -> None:
     """Make the optimizers and schedulers of a run."""
     module, owner = run.module, type(run.module).__name__
-    optimizers, schedulers = optim.parse(
-        module.configure_optimizers(),
-        owner,
-        automatic=module.automatic_optimization,
-        steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
-    )
+    strategy: Any = run.runtime.strategy
+    if defined_by_program(strategy, "setup_optimizers"):
+        strategy.setup_optimizers(module.trainer)
+        optimizers, schedulers = list(run.optimizers), list(run.schedulers)
+    else:
+        optimizers, schedulers = optim.parse(
+            module.configure_optimizers(),
+            owner,
+            automatic=module.automatic_optimization,
+            steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
+        )
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
     check_parameters(run, optimizers)
     optimizers = change_optimizers(run, optimizers)

@@ -67,7 +67,11 @@ class RunState:
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
-            weights = run.runtime.strategy.state.state_dict(run.module)
+            strategy = run.runtime.strategy
+            if defined_by_program(strategy, "lightning_module_state_dict"):
+                weights = strategy.lightning_module_state_dict()
+            else:
+                weights = strategy.state.state_dict(run.module)
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
@@ -125,13 +129,17 @@ class RunState:
 
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
+        by_program = defined_by_program(runtime.strategy, "optimizer_state")
+        state_of = (runtime.strategy if by_program else runtime.strategy.state).optimizer_state
         checkpoint: dict[str, Any] = {
-            "optimizer_states": [runtime.strategy.state.optimizer_state(one) for one in run.optimizers],
+            "optimizer_states": [state_of(one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
             runtime.engine.update_scale()
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
+        if defined_by_program(runtime.precision, "state_dict"):
+            checkpoint[type(runtime.precision).__qualname__] = runtime.precision.state_dict()
         gradients = None
         if run.window.gradients_may_count():
             if not _begins_batch_again(run):
@@ -170,6 +178,9 @@ class RunState:
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
+        stored = checkpoint.get(type(runtime.precision).__qualname__)
+        if stored is not None and defined_by_program(runtime.precision, "load_state_dict"):
+            runtime.precision.load_state_dict(stored)
         entries = checkpoint.get("hasten") or {}
         # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()
@@ -386,10 +397,15 @@ def _check_number(what: str, stored: list[Any], present: list[Any], source: str)
 # -- from which checkpoint a call starts
 
 
-def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> str | None:
-    """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
+def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, fits: bool = True) -> str | None:
+    """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks.
+
+    For a fit, None means "last" if an earlier fit failed and ``OnExceptionCheckpoint`` saved it.
+    """
     if ckpt_path is None:
-        return None
+        if not fits or not _failed_before(trainer):
+            return None
+        ckpt_path = "last"
     given: Any = ckpt_path
     if not isinstance(given, (str, os.PathLike)):
         what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
@@ -452,6 +468,20 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
         f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {trained}.",
         fix=f"To train on, write {write} {counted}",
     )
+
+
+def _failed_before(trainer: Trainer) -> bool:
+    """Return whether a fit that failed has left a file with which the next one begins, and say so."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "resumes_fit", False)]
+    paths = [] if trainer.fast_dev_run else [callback.find_last(trainer) for callback in callbacks]
+    if not any(paths):
+        return False
+    rank_zero_warn(
+        f"Trainer.fit() without ckpt_path: an earlier fit failed and left {next(filter(None, paths))}. The run "
+        "continues from the newest checkpoint.",
+        fix="Say ckpt_path='last' to be explicit, or remove the file to start from the beginning.",
+    )
+    return True
 
 
 def find_last(trainer: Trainer) -> str | None:

@@ -57,6 +57,7 @@ class StageData:
         overfit: read the same batches in the same order each epoch.
         reload_every_n_epochs: get new loaders this often; 0 for never.
         remake: called with a loader, the stage and the loader's name; returns the loader to read instead.
+        process: called with each loader when it has its samplers, if the program's strategy changes loaders.
         several_processes: other processes may have batches where this one has none.
         processes: number of processes of the run on this machine.
 
@@ -75,11 +76,12 @@ class StageData:
         overfit: bool = False,
         reload_every_n_epochs: int = 0,
         remake: Callable[[Any, str, str], Any] | None = None,
+        process: Callable[[Any], Any] | None = None,
         several_processes: bool = False,
         processes: int = 1,
     ) -> None:
         self.stage, self.given, self.datamodule = stage, given, datamodule
-        self._remake = remake
+        self._remake, self._process = remake, process
         self._several_processes, self._processes = several_processes, processes
         self._reads_datamodule = reads_datamodule
         self._module = module
@@ -398,6 +400,8 @@ class StageData:
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )
+            if self._process is not None:
+                prepared = self._process(prepared)
             if os.environ.get("PL_SEED_WORKERS") == "1":
                 # As Lightning does, and with the same random numbers.
                 rank = (self._sampler_kwargs or {}).get("rank", 0)

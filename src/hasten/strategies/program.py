@@ -264,6 +264,10 @@ class ProgramMethods:
         weights = checkpoint["state_dict"]
         self.state.load_state_dict(self.lightning_module, weights, strict=strict, source="the checkpoint")
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, as a checkpoint holds it."""
+        return self.state.optimizer_state(optimizer)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers of the Trainer's run from a checkpoint of a Trainer."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -150,6 +150,14 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     let_log(trainer.callbacks, module)
 
 
+def time_is_limited(trainer: Trainer) -> bool:
+    """Return whether a Timer limits the fit that begins; it may have been added after the Trainer was made."""
+    from hasten.callbacks.timer import Timer
+
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+    return trainer.state.fn is TrainerFn.FITTING and any(timer.time_remaining() is not None for timer in timers)
+
+
 def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> None:
     """Give callbacks the module whose ``log`` they use during a run; None when it is over."""
     for callback in callbacks:
@@ -171,10 +179,25 @@ def to_host(run: Run, *, failed: bool) -> None:
                 optimizer.state[parameter] = move_to(state, "cpu")
 
 
+def given_or_assigned(trainer: Trainer, fn: TrainerFn, ckpt_path: PathLike | None) -> PathLike | None:
+    """Return the checkpoint of a call: the given one, or the one that the program has assigned to the Trainer."""
+    assigned = trainer._assigned_path
+    if ckpt_path is None or assigned is None:
+        return assigned if ckpt_path is None else ckpt_path
+    rank_zero_warn(
+        f"Trainer.{fn.value}(ckpt_path={os.fspath(ckpt_path)!r}) is loaded, and not trainer.ckpt_path={assigned!r}, "
+        "which was assigned before.",
+        fix="Use one of them.",
+    )
+    trainer._assigned_path = None
+    return ckpt_path
+
+
 def weights_for(
     trainer: Trainer, fn: TrainerFn, model: LightningModule | None, ckpt_path: PathLike | None
 ) -> PathLike | None:
-    """Return the checkpoint for an evaluation; without a model that is the best one of the last fit."""
+    """Return the checkpoint for an evaluation; by default, without a model, that is the best one of the last fit."""
+    ckpt_path = given_or_assigned(trainer, fn, ckpt_path)
     if model is None and ckpt_path is None and trainer._run is not None:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if best:

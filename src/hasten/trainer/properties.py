@@ -100,6 +100,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     _datamodule: LightningDataModule | None
     _should_stop: bool
     _ckpt_path: str | None
+    _assigned_path: str | None
     _received_sigterm: bool
     _between_batches: bool
 
@@ -280,9 +281,10 @@ class TrainerView(RuntimeView, TrainerSettings):
         if not math.isinf(run.limits.max_epochs):
             run.data.train.load()
             if not math.isinf(limit := run.data.train.limit):
-                steps = run.limits.max_epochs * math.ceil(limit / run.window.accumulate_grad_batches)
+                epochs = max(int(run.limits.max_epochs), 1)  # A scheduler needs a length also where nothing is trained.
+                steps = epochs * math.ceil(limit / run.window.accumulate_grad_batches)
                 if (schedule := next(iter(_of_class(self, "GradientAccumulationScheduler")), None)) is not None:
-                    windows = map(schedule.get_accumulate_grad_batches, range(int(run.limits.max_epochs)))
+                    windows = map(schedule.get_accumulate_grad_batches, range(epochs))
                     steps = sum(math.ceil(limit / window) for window in windows)
         return _whole(steps if max_steps == -1 else min(steps, max_steps))
 
@@ -414,12 +416,12 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint the last call started from."""
+        """The checkpoint the last call started from; assign a path for calls to which none is given."""
         return self._ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | None) -> None:
-        self._ckpt_path = path
+        self._ckpt_path = self._assigned_path = path or None
 
     # -- internal functions
 
@@ -428,12 +430,10 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     def _limits(self, name: str) -> list[float]:
         source = self._source(name)
-        if source is None:
+        # Reading a property does not make loaders.
+        if source is None or not source.loaded or source.is_off():
             return []
-        if not source.loaded and (self.state.fn is None or source not in self.current_run.data.of(self.state.fn.value)):
-            # The data of another call: reading a property must not make loaders.
-            return []
-        return [] if source.is_off() else [_whole(limit) for limit in source.all_limits()]
+        return [_whole(limit) for limit in source.all_limits()]
 
 
 def _whole(value: float) -> float:

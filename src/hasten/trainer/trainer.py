@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
-from hasten._lib.names import refuse_unknown, without_unknown
+from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -263,6 +263,7 @@ class Trainer(TrainerView):
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
         self._ckpt_path: str | None = None
+        self._assigned_path: str | None = None
         self._received_sigterm = False
         self._between_batches = True
         self._loops = {}
@@ -387,6 +388,7 @@ class Trainer(TrainerView):
         model = parts.inner_model(model)
         check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        ckpt_path = parts.given_or_assigned(self, TrainerFn.FITTING, ckpt_path)
         with (
             choose_speed(self, model, train_dataloaders, datamodule, ckpt_path),
             self._batch_size_found(model, loaders, datamodule, ckpt_path),
@@ -557,7 +559,8 @@ class Trainer(TrainerView):
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         check_signatures(module, datamodule, self._callbacks)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
-        self._should_stop = False
+        # Until the next fit, programs see that the last one was stopped.
+        self._should_stop = self._should_stop and fn is not TrainerFn.FITTING
         # An earlier datamodule stays: its hooks for preparing and moving data apply to later runs too.
         self._reads_datamodule = datamodule is not None
         self._module, self._datamodule = module, datamodule or self._datamodule
@@ -592,6 +595,8 @@ class Trainer(TrainerView):
             self.state.fn, runtime, module, self._arguments, self._accumulate_grad_batches, self._callbacks
         )
         parts.attach(self, module, self._datamodule)
+        if self._arguments.max_epochs_assumed and parts.time_is_limited(self):
+            self._change("max_epochs", -1)
         runtime.strategy.join_run(runtime, self)
         runtime.strategy.connect(None)
         self._logged.forget_callback_values()
@@ -633,6 +638,8 @@ class Trainer(TrainerView):
     def _make_run(self, module: LightningModule, loaders: dict[str, Any], stop: StopRequests) -> Run:
         arguments, runtime = self._arguments, self._runtime
         sampler = runtime.distributed_sampler_kwargs if arguments.use_distributed_sampler else None
+        strategy: Any = runtime.strategy
+        process = strategy.process_dataloader if defined_by_program(strategy, "process_dataloader") else None
 
         def source(stage: str, limit: Any) -> StageData:
             return StageData(
@@ -640,7 +647,7 @@ class Trainer(TrainerView):
                 reads_datamodule=self._reads_datamodule, limit=limit, sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
-                remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
+                remake=functools.partial(remake_loader, arguments.speed, device=runtime.device), process=process,
                 several_processes=runtime.several_processes and stage != "train", processes=len(runtime.device_ids),
             )  # fmt: skip
 
@@ -701,6 +708,8 @@ class Trainer(TrainerView):
 
     def _leave(self, run: Run, signal_number: int) -> NoReturn:
         """End the program after a signal, between two batches; checkpoint callbacks save the state."""
+        # Also where another process received it.
+        run.limits.stop.agreed_signal = signal_number
         self._received_sigterm = signal_number == signals.SIGTERM
         by_keyboard = signal_number == signals.SIGINT
         name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
@@ -780,7 +789,8 @@ class Trainer(TrainerView):
     def _read_checkpoint(self, ckpt_path: Any, weights_only: bool | None) -> tuple[dict[str, Any] | None, str | None]:
         path = requeue.resumed_path(self, ckpt_path)
         if path is None:
-            path = requeue.newest(self) if ckpt_path == "hpc" else resolve_path(self, ckpt_path)
+            fits = self.state.fn is TrainerFn.FITTING
+            path = requeue.newest(self) if ckpt_path == "hpc" else resolve_path(self, ckpt_path, fits=fits)
         self._ckpt_path = path
         if path is None:
             return None, None

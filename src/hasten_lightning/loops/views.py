@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
 from hasten.elsewhere import conventions
@@ -387,6 +388,16 @@ class FitLoop(SourceLoop):
             return None
         loader = source.stream.loader
         return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+
+    @_combined_loader.setter
+    def _combined_loader(self, loader: None) -> None:
+        """Ask for the loaders again; programs assign None before ``setup_data``."""
+        progress = self._trainer.progress
+        if loader is not None or (progress.mid_epoch and not progress.last_batch):
+            what = f"Trainer.fit_loop._combined_loader = {type(loader).__name__}: only None, and between two epochs."
+            raise make_error(AttributeError, what, fix="Give loaders to fit(), or assign None in on_train_epoch_end.")
+        if (source := self._trainer._source("train")) is not None:
+            source.reload()
 
     @property
     def _can_stop_early(self) -> bool:

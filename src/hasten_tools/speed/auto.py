@@ -388,8 +388,6 @@ class Stored:
     @classmethod
     def read(cls, trainer: Trainer, ckpt_path: PathLike | None) -> Stored:
         """Read it from the file that a call of ``fit`` continues from; a file that says nothing counts as none."""
-        if ckpt_path is None:
-            return cls()
         with warnings.catch_warnings(), suppress(Exception):
             # The run reads the file again, and says what is wrong with it.
             warnings.simplefilter("ignore")
