@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
+from hasten.checkpoint import files
 from tests.models import quiet, same_weights
 from tests.refusals import refused, warned
 
@@ -66,6 +67,43 @@ def test_a_hook_may_change_what_is_loaded(saved: tuple[Net, Path]) -> None:
             checkpoint["state_dict"]["a.bias"].fill_(7.0)
 
     assert Changes.load_from_checkpoint(saved[1]).a.bias.tolist() == [7.0] * 3
+
+
+class Doubling(nn.Linear):
+    """Has twice the weights of its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Versioned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Doubling(2, 4)
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "averaged", "pruned"])
+def test_weights_keep_the_versions_of_their_modules(tmp_path: Path, form: str) -> None:
+    def fit(model: Versioned, **options: Any) -> L.Trainer:
+        average: list[Any] = [L.callbacks.EMAWeightAveraging()] if form == "averaged" else []
+        prune = [L.callbacks.ModelPruning("l1_unstructured", amount=1)] if form == "pruned" else []
+        trainer = quiet(max_epochs=1, callbacks=average + prune)
+        trainer.fit(model, [torch.ones(2, 2)], **options)
+        return trainer
+
+    model, path = Versioned(), tmp_path / "a.ckpt"
+    fit(model).save_checkpoint(path)
+    if form == "folder":
+        checkpoint, path = files.load(path), tmp_path / "folder.ckpt"
+        files.save_folder(checkpoint, path)
+    assert same_weights(Versioned.load_from_checkpoint(path), model)
+    again = Versioned()
+    fit(again, ckpt_path=path)
+    assert same_weights(again, model)
 
 
 def test_arguments_given_replace_those_stored(saved: tuple[Net, Path], tmp_path: Path) -> None:

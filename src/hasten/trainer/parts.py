@@ -251,7 +251,7 @@ def export_results(self: Trainer) -> dict[str, Any]:
     assert self._module is not None
     logged = self._logged
     return {
-        "weights": {key: move_to(value, "cpu") for key, value in self._module.state_dict().items()},
+        "weights": move_to(self._module.state_dict(), "cpu"),
         "progress": self._progress.state_dict(),
         "callbacks": [
             (
