@@ -369,6 +369,18 @@ def test_torchmetrics_objects() -> None:
     assert module.mean._update_count == 0
 
 
+def test_a_name_may_be_logged_twice_with_arguments_that_mean_the_same() -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", 1.0)
+        m.log("x", 3.0, on_step=True, on_epoch=False, logger=True, reduce_fx=torch.mean, sync_dist=True)
+        m.log("mine/dataloader_idx_0", 1.0, add_dataloader_idx=False)
+
+    trainer = quiet(logger=RowLogger())
+    trainer.fit(Logs(log), BATCHES)
+    assert trainer.callback_metrics["x"] == 3
+    assert trainer.callback_metrics["mine/dataloader_idx_0"] == 1
+
+
 def test_log_dict_and_metric_collections() -> None:
     from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
@@ -402,7 +414,7 @@ def test_log_dict_and_metric_collections() -> None:
         (lambda m, b, i: m.log(3, 1.0), "must be a str"),
         (lambda m, b, i: m.log("x", 1.0, on_step=False, on_epoch=False), "goes nowhere"),
         (lambda m, b, i: m.log("x", 1.0, reduce_fx="median"), "median"),
-        (lambda m, b, i: m.log("x", 1.0, prog_bar=i > 0), "other arguments"),
+        (lambda m, b, i: m.log("x", 1.0, prog_bar=i > 0, on_step=True), r"\(prog_bar=False then True\)"),
         (lambda m, b, i: m.log("x/dataloader_idx_0", 1.0), "dataloader_idx"),
     ],
 )

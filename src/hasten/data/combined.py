@@ -117,7 +117,11 @@ class CombinedLoader:
         return self._rebuild(batches)
 
     def __len__(self) -> int:
-        length = joint_length(self._mode, [length_of(leaf) for leaf in self._leaves])
+        lengths = [length_of(leaf) for leaf in self._leaves]
+        if self._mode == "sequential":
+            at_most = [lengths, map(_stop, self._limits or [None] * len(lengths))]
+            lengths = [joint_length("min_size", list(pair)) for pair in zip(*at_most, strict=True)]
+        length = joint_length(self._mode, lengths)
         if length is None:
             raise _NoLengthError("This CombinedLoader has no length: not all of its loaders have one.")
         return length
@@ -149,9 +153,8 @@ class CombinedLoader:
         for loader_idx, (leaf, limit) in enumerate(zip(self._leaves, limits, strict=True)):
             if limit == 0:
                 continue  # Its workers need not start.
-            stop = None if limit is None or math.isinf(limit) else math.ceil(limit)
             batches, first = (leaf if first is None else first), None
-            for batch_idx, batch in enumerate(itertools.islice(batches, stop)):
+            for batch_idx, batch in enumerate(itertools.islice(batches, _stop(limit))):
                 yield batch, batch_idx, loader_idx
 
     def _side_by_side(self, iterators: list[Iterator[Any]]) -> Iterator[tuple[Any, int, int]]:
@@ -179,14 +182,18 @@ class CombinedLoader:
 _END = object()
 
 
+def _stop(limit: int | float | None) -> int | None:
+    return None if limit is None or math.isinf(limit) else math.ceil(limit)
+
+
 class _NoLengthError(TypeError, NotImplementedError):
     """Both errors at once: Python expects the first of an object without a length, and programs catch the second."""
 
 
 def joint_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Return how many batches loaders of these lengths give together; None if one has no length."""
+    """Return how many batches loaders of these lengths give together, at most; None if one without a length decides."""
     known = [length for length in lengths if length is not None]
-    if len(known) < len(lengths):
+    if len(known) < len(lengths) and (mode != "min_size" or not known):
         return None
     if not known:
         return 0
