@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from hasten._lib.check import clip_algorithm, number
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import refuse_unknown, without_unknown
@@ -820,6 +821,8 @@ class Trainer(TrainerView):
     def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None means the argument of the Trainer."""
         own_val, own_algorithm = self._arguments.gradient_clip_val, self._arguments.gradient_clip_algorithm
+        number("clip_gradients", "gradient_clip_val", clip_val, allow_none=True)
+        algorithm = clip_algorithm("clip_gradients", "gradient_clip_algorithm", algorithm)
         for name, value, own in (("val", clip_val, own_val), ("algorithm", algorithm, own_algorithm)):
             if value is not None and own is not None and value != own:
                 raise MisconfigurationException(
@@ -829,7 +832,7 @@ class Trainer(TrainerView):
                     argument=f"gradient_clip_{name}",
                 )
         clip_val = own_val if clip_val is None else clip_val
-        algorithm = str(algorithm or own_algorithm or "norm")
+        algorithm = algorithm or own_algorithm or "norm"
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
@@ -840,14 +843,8 @@ class Trainer(TrainerView):
             self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
         elif algorithm == "value":
             self._runtime.engine.clip_value(parameters, float(clip_val))
-        elif algorithm == "norm":
-            self._runtime.engine.clip_norm(parameters, float(clip_val))
         else:
-            raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_algorithm={algorithm!r}):",
-                fix="use 'norm' or 'value'.",
-                argument="gradient_clip_algorithm",
-            )
+            self._runtime.engine.clip_norm(parameters, float(clip_val))
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked; see ``LightningModule.all_gather``."""
