@@ -105,6 +105,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         _fabric_optimizers: Sequence[Any]
         _example_input_array: Any
         _compiler_ctx: dict[str, Any] | None
+        _moved_to: tuple[torch.device, torch.dtype] | None
 
     # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
@@ -114,6 +115,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     # Whether the keys of a checkpoint must match the module's exactly.
     strict_loading = True
     _example_input_array = None
+    _moved_to = None
     # Set by `from_compiled` of hasten_lightning.
     _compiler_ctx = None
 
@@ -305,18 +307,25 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters (of the first one; the CPU if there are none)."""
+        """The device of the parameters (of the first one; if there are none, where the module was moved)."""
         for tensor in (*self.parameters(), *self.buffers()):
             return tensor.device
-        return torch.device("cpu")
+        return torch.device("cpu") if self._moved_to is None else self._moved_to[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter (torch's default if there are none)."""
+        """The dtype of the first floating-point parameter (if there are none, what the module was converted to)."""
         for tensor in (*self.parameters(), *self.buffers()):
             if tensor.is_floating_point():
                 return tensor.dtype
-        return torch.get_default_dtype()
+        return torch.get_default_dtype() if self._moved_to is None else self._moved_to[1]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if not any(tensor.is_floating_point() for tensor in (*self.parameters(), *self.buffers())):
+            # No tensor will show where the module is.
+            probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+            self.__dict__["_moved_to"] = (probe.device, probe.dtype)
+        return super()._apply(fn, recurse)
 
     @property
     def on_gpu(self) -> bool:
