@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,6 +122,9 @@ def test_structure_is_kept() -> None:
     assert flat(batch.left) == [[0, 1], [4, 5]]
     assert flat(batch.right) == {"x": [8, 9]}
     assert [len(leaf.dataset) for leaf in combined.flattened] == [2, 2, 2]
+    given = OrderedDict(b=numbers(0, 2), a=numbers(4, 2))
+    assert CombinedLoader(given).iterables is given
+    assert isinstance(next(CombinedLoader(given))[0], OrderedDict)
     assert isinstance(combined.iterables, Pair)
     assert type(combined.sampler.right["x"]).__name__ == "SequentialSampler"
     combined.flattened = [numbers(0, 1)] * 3

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import hasten as L
 from hasten.checkpoint import files
+from hasten.module.hparams import StoredHyperParameters
+from hasten.utilities.hooks import CheckpointHooks
 from tests.models import quiet, same_weights
 from tests.refusals import refused, warned
 
@@ -61,11 +63,14 @@ def test_the_model_goes_where_the_weights_go(saved: tuple[Net, Path], map_locati
     assert Net.load_from_checkpoint(saved[1], map_location=map_location).device == torch.device("meta")
 
 
-def test_a_hook_may_change_what_is_loaded(saved: tuple[Net, Path]) -> None:
-    class Changes(Net):
+def test_a_hook_of_a_mixin_may_change_what_is_loaded(saved: tuple[Net, Path]) -> None:
+    class Mixin(CheckpointHooks):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"]["a.bias"].fill_(7.0)
 
+    class Changes(Net, Mixin): ...
+
+    assert isinstance(saved[0], CheckpointHooks)
     assert Changes.load_from_checkpoint(saved[1]).a.bias.tolist() == [7.0] * 3
 
 
@@ -202,10 +207,43 @@ def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> 
         assert load(name, text).width == 3
         with refused(RuntimeError, says="a.weight: (3,"):
             load(name, text, width=9)
+    assert load("values.csv", "key,value\nwidth,3\nextra,None\n").hparams.extra is None
     with refused(ValueError, "hparams_file"):
         load("h.txt", "width: 3")
     with refused(ValueError, "hparams_file"):
         load("h.yaml", "- 1\n- 2")
+
+
+class TakesKwargs(L.LightningModule):
+    def __init__(self, kwargs: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(kwargs)
+
+
+class TakesConfig(L.LightningModule):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+class TakesBoth(L.LightningModule):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.save_hyperparameters(config)
+        self.config = config
+
+
+def test_one_argument_that_holds_all_is_passed_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def loaded(model: L.LightningModule) -> Any:
+        torch.save({"state_dict": model.state_dict(), **StoredHyperParameters((model,)).state_dict()}, path)
+        return type(model).load_from_checkpoint(path)
+
+    assert dict(loaded(TakesKwargs({"width": 3})).hparams) == {"width": 3}
+    assert loaded(TakesConfig({"config": {"inner": 1}, "width": 3})).hparams == {"config": {"inner": 1}, "width": 3}
+    assert dict(loaded(TakesBoth({"width": 3})).config) == {"width": 3}
 
 
 def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:

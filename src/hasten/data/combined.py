@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -48,6 +49,7 @@ class CombinedLoader:
 
     def __init__(self, iterables: Iterable[Any], mode: Mode = "min_size") -> None:
         check.one_of("CombinedLoader", "mode", mode, MODES)
+        self._iterables = iterables
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             is_iterable = hasattr(leaf, "__iter__") or hasattr(leaf, "__getitem__")
@@ -72,7 +74,7 @@ class CombinedLoader:
     @property
     def iterables(self) -> Any:
         """The loaders, in the structure they were given in."""
-        return self._rebuild(self._leaves)
+        return self._iterables
 
     @property
     def flattened(self) -> list[Any]:
@@ -86,6 +88,7 @@ class CombinedLoader:
                 f"CombinedLoader.flattened: {len(loaders)} loaders were assigned and there are {len(self._leaves)}."
             )
         self._leaves = list(loaders)
+        self._iterables = self._rebuild(self._leaves)
 
     @property
     def limits(self) -> list[int | float | None] | None:
@@ -205,7 +208,8 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
 def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of a nested collection as a list, and a function that puts such a list back in shape."""
     if isinstance(loaders, Mapping):
-        loaders = dict(loaders)  # The outermost collection always holds loaders, whatever its items are.
+        # The outermost collection always holds loaders, whatever its items are.
+        loaders = loaders if type(loaders) is OrderedDict else dict(loaders)
     is_empty = isinstance(loaders, (list, tuple)) and not loaders
 
     def is_loader(node: Any) -> bool:

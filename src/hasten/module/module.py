@@ -22,7 +22,7 @@ from hasten.elsewhere import conventions
 from hasten.logged_value import LogOptions
 from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport
-from hasten.module.hook_defaults import ModelHooks
+from hasten.module.hook_defaults import CheckpointHooks, ModelHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 from hasten.module.log_methods import LogMethods
 from hasten.runtime import ReadOnly
@@ -553,7 +553,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
 LightningModule.__hook_names__ = frozenset(
     name
-    for base in (DataHooks, ModelHooks, LightningModule)
+    for base in (DataHooks, CheckpointHooks, ModelHooks, LightningModule)
     for name in vars(base)
     if name.startswith(("on_", "configure_", "optimizer_", "lr_scheduler_step", "transfer_", "setup", "teardown"))
     or name.endswith(("_step", "_dataloader"))

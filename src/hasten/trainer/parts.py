@@ -18,6 +18,7 @@ from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
 from hasten.machine.host import is_interactive
+from hasten.machine.signals import leaving
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.hparams import remove_unpicklable
@@ -212,7 +213,7 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
     if is_interactive():
         raise KeyboardInterrupt from None
     launch.leave_with_own_code()
-    raise SystemExit(128 + signal_number) from None
+    raise leaving(128 + signal_number) from None
 
 
 def name_checkpoint(trainer: Trainer, run: Run, error: BaseException) -> None:

@@ -39,7 +39,7 @@ from hasten.loops.schedule import Limits, ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
 from hasten.machine import agreement, watchdog
 from hasten.machine.collectives import joined
-from hasten.machine.signals import LeaveRun, StopRequests
+from hasten.machine.signals import LeaveRun, StopRequests, leaving
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -628,7 +628,7 @@ class Trainer(TrainerView):
                 rank_zero_info("The signal to requeue the job came when the run was over: the program continues.")
             elif stop.signal is not None:
                 # A signal that came when the run was over still ends the program.
-                parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
+                parts.leave_program(stop.signal, leaving(128 + stop.signal))
         return result
 
     def _make_run(self, module: LightningModule, loaders: dict[str, Any], stop: StopRequests) -> Run:
@@ -707,7 +707,7 @@ class Trainer(TrainerView):
         name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
         saved = "after a complete batch" if self._between_batches else "while a batch was read, and is not saved"
         rank_zero_info(f"{name}: the run ends here, {saved}.")
-        error = KeyboardInterrupt() if by_keyboard else SystemExit(128 + signal_number)
+        error = KeyboardInterrupt() if by_keyboard else leaving(128 + signal_number)
         goes_on = signal_number in self._runtime.cluster.stop_signals
         try:
             if goes_on and self._between_batches:
