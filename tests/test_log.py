@@ -434,6 +434,20 @@ def test_logging_that_a_hook_does_not_allow_is_refused(hook: str, options: dict[
         quiet().fit(model, loader())
 
 
+class Lines:
+    """A batch of the program's own class."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(3, 1), ["a", "b"]])
+
+
+@pytest.mark.parametrize("batch", [Lines(), (["a", "b"], torch.ones(3, 1)), {"n": [1, 2], "x": torch.ones(3)}])
+def test_the_first_tensor_of_a_batch_has_its_size(batch: Any) -> None:
+    module = Logs(lambda m, b, i: m.log("x", float(i), on_epoch=True))
+    with warned(UserWarning, says="3 was taken"):
+        quiet().fit(module, DataLoader([0], collate_fn=lambda _: batch))  # type: ignore[arg-type]
+
+
 def test_unknown_batch_size_is_said_once() -> None:
     module = Logs(lambda m, b, i: m.log("x", 1.0, on_epoch=True))
     odd = [{"a": torch.ones(2, 1), "b": torch.ones(3, 1)}] * 3
