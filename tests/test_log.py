@@ -369,6 +369,18 @@ def test_torchmetrics_objects() -> None:
     assert module.mean._update_count == 0
 
 
+def test_a_name_may_be_logged_twice_with_arguments_that_mean_the_same() -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", 1.0)
+        m.log("x", 3.0, on_step=True, on_epoch=False, logger=True, reduce_fx=torch.mean, sync_dist=True)
+        m.log("mine/dataloader_idx_0", 1.0, add_dataloader_idx=False)
+
+    trainer = quiet(logger=RowLogger())
+    trainer.fit(Logs(log), BATCHES)
+    assert trainer.callback_metrics["x"] == 3
+    assert trainer.callback_metrics["mine/dataloader_idx_0"] == 1
+
+
 def test_log_dict_and_metric_collections() -> None:
     from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
@@ -402,7 +414,7 @@ def test_log_dict_and_metric_collections() -> None:
         (lambda m, b, i: m.log(3, 1.0), "must be a str"),
         (lambda m, b, i: m.log("x", 1.0, on_step=False, on_epoch=False), "goes nowhere"),
         (lambda m, b, i: m.log("x", 1.0, reduce_fx="median"), "median"),
-        (lambda m, b, i: m.log("x", 1.0, prog_bar=i > 0), "other arguments"),
+        (lambda m, b, i: m.log("x", 1.0, prog_bar=i > 0, on_step=True), r"\(prog_bar=False then True\)"),
         (lambda m, b, i: m.log("x/dataloader_idx_0", 1.0), "dataloader_idx"),
     ],
 )
@@ -420,6 +432,20 @@ def test_logging_that_a_hook_does_not_allow_is_refused(hook: str, options: dict[
     setattr(model, hook, lambda: model.log("x", 1.0, **options))
     with refused(ValueError, says=fact):
         quiet().fit(model, loader())
+
+
+class Lines:
+    """A batch of the program's own class."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(3, 1), ["a", "b"]])
+
+
+@pytest.mark.parametrize("batch", [Lines(), (["a", "b"], torch.ones(3, 1)), {"n": [1, 2], "x": torch.ones(3)}])
+def test_the_first_tensor_of_a_batch_has_its_size(batch: Any) -> None:
+    module = Logs(lambda m, b, i: m.log("x", float(i), on_epoch=True))
+    with warned(UserWarning, says="3 was taken"):
+        quiet().fit(module, DataLoader([0], collate_fn=lambda _: batch))  # type: ignore[arg-type]
 
 
 def test_unknown_batch_size_is_said_once() -> None:

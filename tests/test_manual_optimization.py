@@ -249,10 +249,10 @@ def test_clip_gradients_by_norm_and_value() -> None:
     model = Clipped("norm")
     quiet(limit_train_batches=1).fit(model, loader())
     assert float(model.gradient.norm()) == pytest.approx(0.5, rel=1e-4)
-    model = Clipped("value")
+    model = Clipped("VALUE")
     quiet(limit_train_batches=1).fit(model, loader())
     assert float(model.gradient.abs().max()) == 0.5
-    with refused(ValueError, "gradient_clip_algorithm", fix="'norm'"):
+    with refused(ValueError, "gradient_clip_algorithm", says="'norm'"):
         quiet(limit_train_batches=1).fit(Clipped("size"), loader())
 
 

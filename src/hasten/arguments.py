@@ -122,11 +122,6 @@ def _clip_value(owner: str, name: str, value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _clip_algorithm(owner: str, name: str, value: Any) -> str | None:
-    text = None if value is None else str(getattr(value, "value", value)).lower()
-    return check.one_of(owner, name, text, ("norm", "value"), allow_none=True)
-
-
 def _uneven(owner: str, name: str, value: Any) -> Any:
     if isinstance(value, str) and value == "join":
         raise MisconfigurationException(
@@ -361,7 +356,7 @@ class Arguments:
     enable_model_summary: bool | None = _row(_optional_boolean)
     accumulate_grad_batches: int = _row(_number(at_least=1))
     gradient_clip_val: float | None = _row(_clip_value)
-    gradient_clip_algorithm: str | None = _row(_clip_algorithm)
+    gradient_clip_algorithm: str | None = _row(check.clip_algorithm)
     deterministic: bool | str | None = _row(_deterministic)
     benchmark: bool | None = _row(_optional_boolean)
     inference_mode: bool = _row(_boolean)

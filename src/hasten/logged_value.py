@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -406,16 +408,22 @@ def batch_size_of(batch: object) -> tuple[int, bool]:
     graphs = getattr(batch, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs, True
-    sizes = list(_sizes(batch))
+    # Tensors first: a list of texts beside them may hold anything.
+    sizes = [size for _, size in sorted(_sizes(batch), key=operator.itemgetter(0))]
     return (sizes[0], all(size == sizes[0] for size in sizes)) if sizes else (1, False)
 
 
-def _sizes(data: Any) -> Iterator[int]:
+def _sizes(data: Any) -> Iterator[tuple[bool, int]]:
+    """Yield for each tensor, and each list of texts or numbers, whether it is a list, and its size."""
     if isinstance(data, Tensor):
         if data.dim():
-            yield data.shape[0]
+            yield False, data.shape[0]
     elif isinstance(data, (list, tuple)) and data and all(isinstance(one, (str, int, float)) for one in data):
-        yield len(data)
+        yield True, len(data)
     else:
-        for _, child in children(data):
+        is_known = isinstance(data, (Mapping, list, tuple)) or is_dataclass(data)
+        # A batch of the program's own class; not an iterator, which can be read once, nor an array or a text.
+        iterates = not is_known and hasattr(data, "__iter__") and not hasattr(data, "__next__")
+        iterates = iterates and not isinstance(data, (str, bytes)) and not hasattr(data, "shape")
+        for child in data if iterates else (child for _, child in children(data)):
             yield from _sizes(child)

@@ -231,26 +231,26 @@ class LoggedValues:
         """Return the ``LoggedValue`` for a name of this hook, with the settings that the options mean."""
         row, several_processes = context.row, self._runtime.several_processes
         where = f"self.log({name!r}, ...) in {row.name}"
-        _check_place(row, name, where)
+        _check_place(row, name, where, options)
+        meant = self._meaning(row, options, where)
         logged = context.values.get(name)
         if logged is None:
             logged = context.values[name] = LoggedValue(name, self, row)
         elif logged.options is not None:
-            raise MisconfigurationException(
-                f"{where}: this name was logged here before with other arguments "
-                f"({logged.options.differences(options)}).",
-                fix="Use the same arguments each time, or another name.",
-            )
-        logged.on_step, logged.on_epoch = _when(row, options, where)
-        logged.prog_bar = bool(options.prog_bar)
-        logged.logger = options.logger is None or bool(options.logger)
+            before = self._meaning(row, logged.options, where)
+            if before != meant:
+                raise MisconfigurationException(
+                    f"{where}: this name was logged here before with other arguments ({before.differences(meant)}).",
+                    fix="Use the same arguments each time, or another name.",
+                )
+            logged.options = options
+            return logged
+        logged.on_step, logged.on_epoch = bool(meant.on_step), bool(meant.on_epoch)
+        logged.prog_bar, logged.logger, logged.reduce = meant.prog_bar, bool(meant.logger), str(meant.reduce_fx)
+        logged.enable_graph, logged.zero_only, logged.sync = meant.enable_graph, meant.rank_zero_only, meant.sync_dist
         if options.logger and not self.loggers:
             what = f"{where}, logger=True: the Trainer has no logger configured."
             self._warn("no logger", what, "Leave logger=True out.")
-        logged.reduce = reduction(options.reduce_fx, where)
-        logged.enable_graph = bool(options.enable_graph)
-        logged.zero_only = bool(options.rank_zero_only)
-        logged.sync = bool(options.sync_dist) and not logged.zero_only and several_processes
         if context.loader_idx is not None:
             if options.add_dataloader_idx:
                 logged.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
@@ -273,6 +273,22 @@ class LoggedValues:
             self.logs_evaluation_steps = True
         logged.options = options
         return logged
+
+    def _meaning(self, row: Hook, options: LogOptions, where: str) -> LogOptions:
+        """Return the options with their defaults filled in, equal for calls that mean the same."""
+        on_step, on_epoch = _when(row, options, where)
+        zero_only = bool(options.rank_zero_only)
+        return options._replace(
+            prog_bar=bool(options.prog_bar),
+            logger=options.logger is None or bool(options.logger),
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduction(options.reduce_fx, where),
+            enable_graph=bool(options.enable_graph),
+            sync_dist=bool(options.sync_dist) and not zero_only and self._runtime.several_processes,
+            add_dataloader_idx=bool(options.add_dataloader_idx),
+            rank_zero_only=zero_only,
+        )
 
     def _check_is_part(self, metric: Any, where: str) -> None:
         # hasten finds metrics by identity. Lightning refuses a metric that is not part of the module.
@@ -813,7 +829,7 @@ def _as_metric(value: Any, *, double: bool = False) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64 if double else None)
 
 
-def _check_place(row: Hook, name: object, where: str) -> None:
+def _check_place(row: Hook, name: object, where: str, options: LogOptions) -> None:
     """Raise unless a value can be logged under this name in this hook."""
     if row.log is None:
         raise MisconfigurationException(
@@ -822,10 +838,10 @@ def _check_place(row: Hook, name: object, where: str) -> None:
         )
     if not isinstance(name, str):
         raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
-    if "/dataloader_idx_" in name:
+    if options.add_dataloader_idx and "/dataloader_idx_" in name:
         raise MisconfigurationException(
             f"{where}: the Trainer adds '/dataloader_idx_' to names itself.",
-            fix="Choose another name, or use add_dataloader_idx.",
+            fix="Choose another name, or pass add_dataloader_idx=False.",
         )
 
 

@@ -16,6 +16,7 @@ import hasten as L
 from hasten.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers.folders import exists
+from hasten.machine.signals import SIGTERMException
 from hasten.plugins import TorchCheckpointIO
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import Classifier, loader, quiet
@@ -214,7 +215,7 @@ def test_temporary_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "kind"), [(signal.SIGINT, 130, KeyboardInterrupt), (signal.SIGTERM, 143, SystemExit)]
+    ("number", "code", "kind"), [(signal.SIGINT, 130, KeyboardInterrupt), (signal.SIGTERM, 143, SIGTERMException)]
 )
 @pytest.mark.parametrize("save_last", [None, True])
 def test_a_stopped_run_is_saved_and_goes_on(

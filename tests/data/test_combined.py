@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -101,6 +102,14 @@ def test_each_mode(mode: str, sized: bool) -> None:
     assert [is_last for _, is_last in stream.batches(limit=1)] == [True]
 
 
+@pytest.mark.parametrize(("unsized", "batches"), [(20, 3), (3, 2)])
+def test_the_shortest_loader_may_have_no_length(unsized: int, batches: int) -> None:
+    combined = CombinedLoader([range(3), DataLoader(Unsized(0, unsized), 2)])
+    stream = stream_of(combined)
+    assert (len(combined), stream.length, stream.certain_length) == (3, 3, None)
+    assert [is_last for _, is_last in stream.batches()] == [False] * (batches - 1) + [True]
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any
@@ -113,6 +122,9 @@ def test_structure_is_kept() -> None:
     assert flat(batch.left) == [[0, 1], [4, 5]]
     assert flat(batch.right) == {"x": [8, 9]}
     assert [len(leaf.dataset) for leaf in combined.flattened] == [2, 2, 2]
+    given = OrderedDict(b=numbers(0, 2), a=numbers(4, 2))
+    assert CombinedLoader(given).iterables is given
+    assert isinstance(next(CombinedLoader(given))[0], OrderedDict)
     assert isinstance(combined.iterables, Pair)
     assert type(combined.sampler.right["x"]).__name__ == "SequentialSampler"
     combined.flattened = [numbers(0, 1)] * 3
@@ -128,6 +140,7 @@ def test_lists_of_batches_and_limits() -> None:
     combined = CombinedLoader([range(5), range(5)], "sequential")
     combined.limits = [1, 2]
     assert [batch for batch, _, _ in combined] == [0, 0, 1]
+    assert len(combined) == 3
     combined.limits = 1
     assert [batch for batch, _, _ in combined] == [0, 0]
     with refused(ValueError, says=("1 limits", "2 loaders")):

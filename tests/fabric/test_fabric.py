@@ -230,6 +230,8 @@ def test_a_lightning_module_logs_and_steps_through_fabric() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = self.layer(batch).pow(2).mean()
             self.log("loss", loss)
+            self.log_dict({"one": 1, "two": 2})
+            self.log_dict({"three": 3}, logger=False)
             return loss
 
         def on_epoch_end_of_mine(self) -> None:
@@ -249,7 +251,18 @@ def test_a_lightning_module_logs_and_steps_through_fabric() -> None:
     optimizer.step()
     fabric.call("on_epoch_end_of_mine")
     assert module.called
-    assert notes.seen == [({"loss": loss.item()}, None)]
+    assert notes.seen == [({"loss": loss.item()}, None), ({"one": 1, "two": 2}, None)]
+    assert (module.trainer.world_size, module.trainer.device) == (1, fabric.device)
+    with refused(AttributeError, says="self.trainer.current_epoch"):
+        module.trainer.current_epoch  # noqa: B018
+    module.clip_gradients(optimizer, 0.1, "NORM")
+    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()])) <= 0.1001
+    module.clip_gradients(optimizer, 0.01, "value")
+    assert max(p.grad.abs().max() for p in module.parameters()) <= 0.01
+    other = Module()
+    _, of_other = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert module.optimizers() is optimizer
+    assert other.optimizers() is of_other
 
 
 def test_a_wrapped_module_can_be_copied_and_sent(fabric: L.Fabric) -> None:

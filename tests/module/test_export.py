@@ -70,6 +70,22 @@ def test_torchscript_without_a_trainer_of_given_inputs(method: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_example_passes_the_hooks_for_batches_and_a_list_holds_arguments() -> None:
+    class Sum(L.LightningModule):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            assert not torch.is_grad_enabled()
+            return x + y
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return tuple(x.float() for x in batch)
+
+    model = Sum()
+    model.example_input_array = [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)]
+    traced = model.to_torchscript(method="trace")
+    assert traced(torch.ones(2), torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_onnx_is_a_valid_model_of_the_same_weights(net: Net, dynamo: bool, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")

@@ -275,6 +275,14 @@ def test_collected_later_in_parts_by_a_helper_or_for_a_dataclass() -> None:
     assert dict(Parts().hparams) == {"a": 1, "more": 3, "width": 4, "lr": 0.1}
     assert dict(Data(5).hparams) == {"size": 5, "name": "x"}
 
+    @dataclass
+    class Later(L.LightningDataModule):
+        size: int = 1
+
+    later = Later(7)
+    later.save_hyperparameters()
+    assert dict(later.hparams) == {"size": 7}
+
 
 # -- the hyper-parameters themselves
 

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
+from hasten.checkpoint import files
+from hasten.module.hparams import StoredHyperParameters
+from hasten.utilities.hooks import CheckpointHooks
 from tests.models import quiet, same_weights
 from tests.refusals import refused, warned
 
@@ -60,12 +63,52 @@ def test_the_model_goes_where_the_weights_go(saved: tuple[Net, Path], map_locati
     assert Net.load_from_checkpoint(saved[1], map_location=map_location).device == torch.device("meta")
 
 
-def test_a_hook_may_change_what_is_loaded(saved: tuple[Net, Path]) -> None:
-    class Changes(Net):
+def test_a_hook_of_a_mixin_may_change_what_is_loaded(saved: tuple[Net, Path]) -> None:
+    class Mixin(CheckpointHooks):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"]["a.bias"].fill_(7.0)
 
+    class Changes(Net, Mixin): ...
+
+    assert isinstance(saved[0], CheckpointHooks)
     assert Changes.load_from_checkpoint(saved[1]).a.bias.tolist() == [7.0] * 3
+
+
+class Doubling(nn.Linear):
+    """Has twice the weights of its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Versioned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Doubling(2, 4)
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "averaged", "pruned"])
+def test_weights_keep_the_versions_of_their_modules(tmp_path: Path, form: str) -> None:
+    def fit(model: Versioned, **options: Any) -> L.Trainer:
+        average: list[Any] = [L.callbacks.EMAWeightAveraging()] if form == "averaged" else []
+        prune = [L.callbacks.ModelPruning("l1_unstructured", amount=1)] if form == "pruned" else []
+        trainer = quiet(max_epochs=1, callbacks=average + prune)
+        trainer.fit(model, [torch.ones(2, 2)], **options)
+        return trainer
+
+    model, path = Versioned(), tmp_path / "a.ckpt"
+    fit(model).save_checkpoint(path)
+    if form == "folder":
+        checkpoint, path = files.load(path), tmp_path / "folder.ckpt"
+        files.save_folder(checkpoint, path)
+    assert same_weights(Versioned.load_from_checkpoint(path), model)
+    again = Versioned()
+    fit(again, ckpt_path=path)
+    assert same_weights(again, model)
 
 
 def test_arguments_given_replace_those_stored(saved: tuple[Net, Path], tmp_path: Path) -> None:
@@ -166,10 +209,43 @@ def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> 
         assert load(name, text).width == 3
         with refused(RuntimeError, says="a.weight: (3,"):
             load(name, text, width=9)
+    assert load("values.csv", "key,value\nwidth,3\nextra,None\n").hparams.extra is None
     with refused(ValueError, "hparams_file"):
         load("h.txt", "width: 3")
     with refused(ValueError, "hparams_file"):
         load("h.yaml", "- 1\n- 2")
+
+
+class TakesKwargs(L.LightningModule):
+    def __init__(self, kwargs: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(kwargs)
+
+
+class TakesConfig(L.LightningModule):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+class TakesBoth(L.LightningModule):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.save_hyperparameters(config)
+        self.config = config
+
+
+def test_one_argument_that_holds_all_is_passed_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def loaded(model: L.LightningModule) -> Any:
+        torch.save({"state_dict": model.state_dict(), **StoredHyperParameters((model,)).state_dict()}, path)
+        return type(model).load_from_checkpoint(path)
+
+    assert dict(loaded(TakesKwargs({"width": 3})).hparams) == {"width": 3}
+    assert loaded(TakesConfig({"config": {"inner": 1}, "width": 3})).hparams == {"config": {"inner": 1}, "width": 3}
+    assert dict(loaded(TakesBoth({"width": 3})).config) == {"width": 3}
 
 
 def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ def test_device_and_dtype_are_those_of_the_weights() -> None:
     assert Counts().device == torch.device("meta")
     # Counts are not what a model computes in.
     assert Counts().dtype is torch.get_default_dtype()
-    assert L.LightningModule().device == torch.device("cpu")
+    empty = L.LightningModule()
+    assert empty.device == torch.device("cpu")
+    empty.to("meta", torch.float64)
+    assert (empty.device, empty.dtype, empty.float().dtype) == (torch.device("meta"), torch.float64, torch.float32)
 
 
 def test_attributes_set_before_init_and_later() -> None:

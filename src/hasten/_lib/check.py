@@ -156,6 +156,12 @@ def one_of(
     raise wrong(owner, name, value, f"one of {listed}", hint=hint, error=error)
 
 
+def clip_algorithm(owner: str, name: str, value: Any) -> str | None:
+    """Return how gradients are clipped, given as a text in any case or a member of an enumeration."""
+    text = None if value is None else str(getattr(value, "value", value)).lower()
+    return one_of(owner, name, text, ("norm", "value"), allow_none=True)
+
+
 def instance(
     owner: str,
     name: str,

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.errors import ErrorWithFix, make_error
 from hasten._lib.names import nearest
-from hasten._lib.tree import as_bytes, move_to, parameters_of
+from hasten._lib.tree import as_bytes, move_to, parameters_of, with_versions
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
 
 
@@ -365,7 +365,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
         state = whole(state)
     # Hooks of sub-modules may rename or drop keys (compiled or parametrised ones do), so torch decides.
     try:
-        return module.load_state_dict(dict(state), strict=strict is None or bool(strict))
+        return module.load_state_dict(with_versions(state, state), strict=strict is None or bool(strict))
     except RuntimeError as error:
         raise RuntimeError(describe_misfit(type(module).__name__, state, present, source)) from error
 

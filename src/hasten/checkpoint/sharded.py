@@ -39,7 +39,7 @@ from hasten._lib.files import (
     why_not_written,
 )
 from hasten._lib.rank_zero import log
-from hasten._lib.tree import is_sharded, map_tensors
+from hasten._lib.tree import is_sharded, map_tensors, rebuilt
 from hasten.checkpoint import tensor_files
 from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
@@ -471,8 +471,7 @@ def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], 
                 return {PLACEHOLDER: key}
             return value
         if isinstance(value, dict):
-            items = {key: walk(each, f"{place}.{key}", takes_all) for key, each in value.items()}
-            return items if type(value) is dict else type(value)(items)
+            return rebuilt(value, [walk(each, f"{place}.{key}", takes_all) for key, each in value.items()])
         if type(value) is list or type(value) is tuple:
             return type(value)(walk(each, f"{place}.{index}", takes_all) for index, each in enumerate(value))
         return value

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import CheckpointDamaged, make_error
-from hasten._lib.tree import copy_into
+from hasten._lib.tree import copy_into, rebuilt, with_versions
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
 # The file with everything that is not a tensor.
@@ -242,6 +242,8 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = dict(entries)
+        # The versions of modules, where torch has them in a state dict.
+        self._metadata = getattr(entries, "_metadata", None)
 
     def __getitem__(self, name: str) -> Any:
         value = self._entries[name]
@@ -323,7 +325,7 @@ def _mapped(value: Any, function: Callable[[StoredTensor], Any]) -> Any:
     if isinstance(value, StoredTensor):
         return function(value)
     if isinstance(value, StoredTensors):
-        return {name: _mapped(each, function) for name, each in value.stored()}
+        return with_versions({name: _mapped(each, function) for name, each in value.stored()}, value)
     return _rebuilt(value, lambda each: _mapped(each, function))
 
 
@@ -338,8 +340,7 @@ def _with_tensors(value: Any, folder: Folder) -> Any:
 def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a dict, list or tuple with ``function`` applied to its items; return other values unchanged."""
     if isinstance(value, dict):
-        items = {key: function(each) for key, each in value.items()}
-        return items if type(value) is dict else type(value)(items)
+        return rebuilt(value, [function(each) for each in value.values()])
     if type(value) is list or type(value) is tuple:
         return type(value)(function(each) for each in value)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -48,6 +49,7 @@ class CombinedLoader:
 
     def __init__(self, iterables: Iterable[Any], mode: Mode = "min_size") -> None:
         check.one_of("CombinedLoader", "mode", mode, MODES)
+        self._iterables = iterables
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             is_iterable = hasattr(leaf, "__iter__") or hasattr(leaf, "__getitem__")
@@ -72,7 +74,7 @@ class CombinedLoader:
     @property
     def iterables(self) -> Any:
         """The loaders, in the structure they were given in."""
-        return self._rebuild(self._leaves)
+        return self._iterables
 
     @property
     def flattened(self) -> list[Any]:
@@ -86,6 +88,7 @@ class CombinedLoader:
                 f"CombinedLoader.flattened: {len(loaders)} loaders were assigned and there are {len(self._leaves)}."
             )
         self._leaves = list(loaders)
+        self._iterables = self._rebuild(self._leaves)
 
     @property
     def limits(self) -> list[int | float | None] | None:
@@ -117,7 +120,11 @@ class CombinedLoader:
         return self._rebuild(batches)
 
     def __len__(self) -> int:
-        length = joint_length(self._mode, [length_of(leaf) for leaf in self._leaves])
+        lengths = [length_of(leaf) for leaf in self._leaves]
+        if self._mode == "sequential":
+            at_most = [lengths, map(_stop, self._limits or [None] * len(lengths))]
+            lengths = [joint_length("min_size", list(pair)) for pair in zip(*at_most, strict=True)]
+        length = joint_length(self._mode, lengths)
         if length is None:
             raise _NoLengthError("This CombinedLoader has no length: not all of its loaders have one.")
         return length
@@ -149,9 +156,8 @@ class CombinedLoader:
         for loader_idx, (leaf, limit) in enumerate(zip(self._leaves, limits, strict=True)):
             if limit == 0:
                 continue  # Its workers need not start.
-            stop = None if limit is None or math.isinf(limit) else math.ceil(limit)
             batches, first = (leaf if first is None else first), None
-            for batch_idx, batch in enumerate(itertools.islice(batches, stop)):
+            for batch_idx, batch in enumerate(itertools.islice(batches, _stop(limit))):
                 yield batch, batch_idx, loader_idx
 
     def _side_by_side(self, iterators: list[Iterator[Any]]) -> Iterator[tuple[Any, int, int]]:
@@ -179,14 +185,18 @@ class CombinedLoader:
 _END = object()
 
 
+def _stop(limit: int | float | None) -> int | None:
+    return None if limit is None or math.isinf(limit) else math.ceil(limit)
+
+
 class _NoLengthError(TypeError, NotImplementedError):
     """Both errors at once: Python expects the first of an object without a length, and programs catch the second."""
 
 
 def joint_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Return how many batches loaders of these lengths give together; None if one has no length."""
+    """Return how many batches loaders of these lengths give together, at most; None if one without a length decides."""
     known = [length for length in lengths if length is not None]
-    if len(known) < len(lengths):
+    if len(known) < len(lengths) and (mode != "min_size" or not known):
         return None
     if not known:
         return 0
@@ -198,7 +208,8 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
 def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of a nested collection as a list, and a function that puts such a list back in shape."""
     if isinstance(loaders, Mapping):
-        loaders = dict(loaders)  # The outermost collection always holds loaders, whatever its items are.
+        # The outermost collection always holds loaders, whatever its items are.
+        loaders = loaders if type(loaders) is OrderedDict else dict(loaders)
     is_empty = isinstance(loaders, (list, tuple)) and not loaders
 
     def is_loader(node: Any) -> bool:

@@ -16,7 +16,7 @@ from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.files import modified
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import move_to, parameters_of
+from hasten._lib.tree import map_tensors, move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
@@ -74,7 +74,7 @@ class RunState:
                 weights = strategy.state.state_dict(run.module)
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
-                weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
+                weights = map_tensors(Tensor.clone, weights)
             checkpoint: dict[str, Any] = {
                 "epoch": run.progress.current_epoch,
                 "global_step": run.progress.global_step,

@@ -40,7 +40,7 @@ from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import DataHooks, LightningDataModule
-from hasten.module.hook_defaults import ModelHooks
+from hasten.module.hook_defaults import CheckpointHooks, ModelHooks
 from hasten.optim import check_accumulation, no_accumulation
 from hasten.optim.backward import InBackward
 from hasten.optim.fast_step import is_watched
@@ -336,7 +336,7 @@ def check_signatures(
 ) -> None:
     """Check every hook and step that is overridden."""
     for owner, base, names in (
-        (module, LightningModule, [*_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS]),
+        (module, LightningModule, [*_names(CheckpointHooks), *_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS]),
         (datamodule, LightningDataModule, _names(DataHooks)),
         *((callback, Callback, _names(Callback)) for callback in callbacks),
     ):

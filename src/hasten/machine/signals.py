@@ -24,6 +24,15 @@ SAME_PRESS_SECONDS = 0.5
 _SECONDS_BETWEEN_CHECKS = 1.0
 
 
+class SIGTERMException(SystemExit):
+    """Ends a program that got SIGTERM, with the exit code 143."""
+
+
+def leaving(code: int) -> SystemExit:
+    """Return the exception that ends a program with the exit code of a signal."""
+    return SIGTERMException(code) if code == 128 + signal.SIGTERM else SystemExit(code)
+
+
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], also: Iterable[int] = ()) -> Iterator[dict[int, Any]]:
     """Call ``handler`` for SIGINT, SIGTERM and the signals ``also`` while the context is open; yield their handlers.

@@ -21,7 +21,7 @@ from hasten._lib.explain import explain
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
 from hasten.machine.rendezvous import note_who_lives
-from hasten.machine.signals import handling
+from hasten.machine.signals import handling, leaving
 
 T = TypeVar("T")
 
@@ -225,12 +225,12 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
             raise RuntimeError(launch.describe_death(rank, 0)) from RemoteTraceback(text)
         # The others lost a partner that left the run: that is the reason.
         where = f"raised in the process of rank {rank}"
-        leaving = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else SystemExit(code)
-        raise leaving from RemoteTraceback(text)
+        reason = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else leaving(code)
+        raise reason from RemoteTraceback(text)
     if stopped_with == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if stopped_with is not None:
-        raise SystemExit(stopped_with)
+        raise leaving(stopped_with)
     return first
 
 

@@ -33,6 +33,7 @@ class ModelExport:
         "on_gpu", "strict_loading", "trainer",
     ]  # fmt: skip
 
+    @torch.no_grad()
     def to_torchscript(
         self,
         file_path: PathLike | None = None,
@@ -73,7 +74,10 @@ class ModelExport:
             if method == "script":
                 scripted = torch.jit.script(module, **kwargs)
             else:
-                inputs = self._inputs("to_torchscript(method='trace')", "example_inputs", example_inputs)
+                example = self.example_input_array if example_inputs is None else example_inputs
+                # As in the summary, a list holds the arguments of forward.
+                example = tuple(example) if isinstance(example, list) else example
+                inputs = self._inputs("to_torchscript(method='trace')", "example_inputs", example)
                 scripted = torch.jit.trace(module, inputs, **kwargs)
         if file_path is not None:
             import fsspec
@@ -174,8 +178,10 @@ class ModelExport:
                 f"{type(self).__name__}.{call}: there is no input to run with.",
                 fix=f"Pass {argument}=..., or set self.example_input_array in __init__.",
             )
-        moved: tuple[Any, ...] = move_to(given if isinstance(given, tuple) else (given,), _device_of(self._as_module()))
-        return moved
+        # The hooks of the module for a batch may make of it what forward takes.
+        owner: Any = self._as_module()
+        moved = owner._apply_batch_transfer_handler(owner._on_before_batch_transfer(given))
+        return moved if isinstance(moved, tuple) else (moved,)
 
 
 def _device_of(module: nn.Module) -> torch.device:

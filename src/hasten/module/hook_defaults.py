@@ -11,7 +11,17 @@ if TYPE_CHECKING:
     from hasten.types import Batch, StepOutput
 
 
-class ModelHooks:
+class CheckpointHooks:
+    """The hooks of a module that read and change checkpoints; they do nothing by default."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is written; may change ``checkpoint``."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called after a checkpoint was read, before weights are restored; may change ``checkpoint``."""
+
+
+class ModelHooks(CheckpointHooks):
     """The hooks of a module; they do nothing by default. ``hasten.Callback`` describes their arguments."""
 
     def on_fit_start(self) -> None:
@@ -102,9 +112,3 @@ class ModelHooks:
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
     on_test_model_train = on_validation_model_train
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written; may change ``checkpoint``."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called after a checkpoint was read, before weights are restored; may change ``checkpoint``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import csv
 import functools
@@ -14,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -231,6 +232,9 @@ def _init_arguments(owner: object, start: types.FrameType) -> dict[str, Any]:
             of_makers = {**frames.arguments_of(frame), **of_makers}
         elif found:
             is_made_by_module = False
+    if not found and _is_dataclass(owner):
+        # After its __init__, its fields have the arguments.
+        found = {one.name: getattr(owner, one.name) for one in fields(cast("Any", owner)) if one.init}
     return {**found, **{name: value for name, value in of_makers.items() if name not in found}}
 
 
@@ -585,7 +589,11 @@ def _arguments(
 ) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    if wrapped_as in parameters and wrapped_as not in stored and wrapped_as != "kwargs":
+    inside = stored.get(str(wrapped_as))
+    # A call without arguments, before or after, has stored the config itself, too.
+    itself = isinstance(inside, Mapping) and bool(inside) and inside.keys() <= stored.keys()
+    takes_all = wrapped_as == "kwargs" and wrapped_as in stored
+    if wrapped_as in parameters and parameters[wrapped_as].kind not in several and not itself and not takes_all:
         # After save_hyperparameters(config), __init__ takes the hyper-parameters as one argument.
         inner = {key: value for key, value in given.items() if key not in parameters}
         whole: Any = AttributeDict({**stored, **inner})
@@ -668,7 +676,7 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
     try:
         text = content.decode()
         if kind == ".csv":
-            return {key: yaml.safe_load(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
+            return {key: convert(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
         data = yaml_with_tuples(text) or {}
         if kind in (".yaml", ".yml") and isinstance(data, dict) and all(isinstance(name, str) for name in data):
             return data
@@ -680,6 +688,14 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
         fix="use a .yaml, .yml or .csv file with names and values.",
         argument="hparams_file",
     )
+
+
+def convert(val: str) -> Any:
+    """Return the Python value that a text writes, or the text."""
+    try:
+        return ast.literal_eval(val)
+    except (ValueError, SyntaxError):
+        return val
 
 
 def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torch import nn
 from hasten._lib.errors import WrongType
 
 if TYPE_CHECKING:
+    from hasten.fabric import Fabric
     from hasten.logged_values import LoggedValues
     from hasten.types import Group, MetricValue
 
@@ -22,8 +23,10 @@ class LogMethods:
     # Annotated for type checkers only: TorchScript reads annotations of classes.
     if TYPE_CHECKING:
         _run_values: LoggedValues | None
+        _fabric: Fabric | None
 
     _run_values = None
+    _fabric = None
 
     def log(
         self,
@@ -104,6 +107,11 @@ class LogMethods:
                     f"{type(dictionary).__name__}. For one value write self.log(name, value)."
                 ),
             )
+        if self._fabric is not None:
+            # One row, not one for each value.
+            if logger is not False:
+                self._fabric.log_dict(dict(items))
+            return
         for name, value in items:
             self.log(
                 name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib import check
 from hasten._lib.device import is_cuda
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import replaced
@@ -21,7 +22,7 @@ from hasten.elsewhere import conventions
 from hasten.logged_value import LogOptions
 from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport
-from hasten.module.hook_defaults import ModelHooks
+from hasten.module.hook_defaults import CheckpointHooks, ModelHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 from hasten.module.log_methods import LogMethods
 from hasten.runtime import ReadOnly
@@ -53,16 +54,22 @@ def _of_trainer(name: str, doc: str) -> ReadOnly[int]:
     return ReadOnly(number, doc)
 
 
-class _NoTrainer:
-    """Takes the place of the Trainer for a module that Fabric runs."""
+class _FabricAsTrainer:
+    """Takes the place of the Trainer for a module that Fabric runs; has Fabric's attributes."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
 
     def __getattr__(self, name: str) -> Any:
-        raise make_error(
-            AttributeError,
-            f"Your LightningModule code tried to access `self.trainer.{name}` but this attribute is not available "
-            "when using Fabric with a LightningModule.",
-            fix="Ask self.fabric, or hasattr(self.trainer, ...) first.",
-        )
+        try:
+            return getattr(self.__dict__["_fabric"], name)
+        except (AttributeError, KeyError):
+            raise make_error(
+                AttributeError,
+                f"Your LightningModule code tried to access `self.trainer.{name}` but this attribute is not available "
+                "when using Fabric with a LightningModule.",
+                fix="Ask self.fabric, or hasattr(self.trainer, ...) first.",
+            ) from None
 
 
 class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, HyperparametersMixin, nn.Module):
@@ -95,17 +102,20 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     # Annotated for type checkers only: TorchScript reads annotations of classes.
     if TYPE_CHECKING:
         _trainer: Trainer | None
-        _fabric: Fabric | None
+        _fabric_optimizers: Sequence[Any]
         _example_input_array: Any
         _compiler_ctx: dict[str, Any] | None
+        _moved_to: tuple[torch.device, torch.dtype] | None
 
     # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
-    _fabric = None
+    # Those that Fabric.setup got with the module.
+    _fabric_optimizers = ()
     _automatic_optimization = True
     # Whether the keys of a checkpoint must match the module's exactly.
     strict_loading = True
     _example_input_array = None
+    _moved_to = None
     # Set by `from_compiled` of hasten_lightning.
     _compiler_ctx = None
 
@@ -237,14 +247,14 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer of the run; with Fabric an object without attributes.
+        """The Trainer of the run; with Fabric an object with its attributes.
 
         Raises:
             RuntimeError: the module is not attached to a Trainer.
 
         """
-        if self._trainer is None and self._fabric is not None:
-            return cast("Trainer", _NoTrainer())
+        if self._fabric is not None:
+            return cast("Trainer", _FabricAsTrainer(self._fabric))
         if self._trainer is None and not is_read_by_jit():
             raise make_error(
                 RuntimeError,
@@ -258,6 +268,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def trainer(self, trainer: Trainer | None) -> None:
         # Not through nn.Module.__setattr__: the Trainer is not a part of the model.
         self.__dict__["_trainer"] = trainer
+        if trainer is not None:
+            self.__dict__["_fabric"] = None
         for child in self.children():
             if isinstance(child, LightningModule):
                 child.trainer = trainer
@@ -270,6 +282,9 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     @fabric.setter
     def fabric(self, fabric: Fabric | None) -> None:
         self.__dict__["_fabric"] = fabric
+        for child in self.children():
+            if isinstance(child, LightningModule):
+                child.fabric = fabric
 
     @property
     def automatic_optimization(self) -> bool:
@@ -292,18 +307,25 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters (of the first one; the CPU if there are none)."""
+        """The device of the parameters (of the first one; if there are none, where the module was moved)."""
         for tensor in (*self.parameters(), *self.buffers()):
             return tensor.device
-        return torch.device("cpu")
+        return torch.device("cpu") if self._moved_to is None else self._moved_to[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter (torch's default if there are none)."""
+        """The dtype of the first floating-point parameter (if there are none, what the module was converted to)."""
         for tensor in (*self.parameters(), *self.buffers()):
             if tensor.is_floating_point():
                 return tensor.dtype
-        return torch.get_default_dtype()
+        return torch.get_default_dtype() if self._moved_to is None else self._moved_to[1]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if not any(tensor.is_floating_point() for tensor in (*self.parameters(), *self.buffers())):
+            # No tensor will show where the module is.
+            probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+            self.__dict__["_moved_to"] = (probe.device, probe.dtype)
+        return super()._apply(fn, recurse)
 
     @property
     def on_gpu(self) -> bool:
@@ -348,7 +370,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
         """
         if self._fabric is not None:
-            found = list(self._fabric.wrapped_optimizers)
+            found = list(self._fabric_optimizers or self._fabric.wrapped_optimizers)
         else:
             found = self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
@@ -400,7 +422,12 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             gradient_clip_algorithm: "norm" or "value"; the Trainer's by default.
 
         """
-        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if self._fabric is None:
+            self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        algorithm = check.clip_algorithm("clip_gradients", "gradient_clip_algorithm", gradient_clip_algorithm)
+        limit = {"clip_val" if algorithm == "value" else "max_norm": gradient_clip_val}
+        self._fabric.clip_gradients(self, optimizer, **limit)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -519,14 +546,14 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def __getstate__(self) -> dict[str, Any]:
         # A copy or pickle of the module is the model without its run.
         state = dict(self.__dict__)
-        for name in ("_trainer", "_run_values", "_fabric"):
+        for name in ("_trainer", "_run_values", "_fabric", "_fabric_optimizers"):
             state.pop(name, None)
         return state
 
 
 LightningModule.__hook_names__ = frozenset(
     name
-    for base in (DataHooks, ModelHooks, LightningModule)
+    for base in (DataHooks, CheckpointHooks, ModelHooks, LightningModule)
     for name in vars(base)
     if name.startswith(("on_", "configure_", "optimizer_", "lr_scheduler_step", "transfer_", "setup", "teardown"))
     or name.endswith(("_step", "_dataloader"))

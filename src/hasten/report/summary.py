@@ -134,7 +134,8 @@ class LayerTable:
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         self._model = model
         self._max_depth = check_depth(max_depth)
-        self._flops: dict[str, int] = {}
+        self._flops: dict[str, dict[Any, int]] = {}
+        self._total_flops = 0
         self._layers = self.summarize()
 
     @property
@@ -194,14 +195,14 @@ class LayerTable:
         return sum([elements_of(p) for p in _with_shape(self._model.parameters()) if p.requires_grad])
 
     @property
-    def flop_counts(self) -> list[int]:
-        """Floating-point operations of each layer in the forward pass of the example; 0 without one."""
-        return [self._flops.get(name, 0) for name in self._layers]
+    def flop_counts(self) -> dict[str, dict[Any, int]]:
+        """Floating-point operations of each layer, by operation, in the forward pass of the example."""
+        return {name: self._flops.get(name, {}) for name in self._layers}
 
     @property
     def total_flops(self) -> int:
         """Floating-point operations of the forward pass of the example; 0 without one."""
-        return self._flops.get("", 0)
+        return self._total_flops
 
     @property
     def total_layer_params(self) -> int:
@@ -235,7 +236,7 @@ class LayerTable:
         ]
         # Callbacks written for Lightning expect the numbers, which are 0 without an example.
         if self._example is not None or conventions.current().summary_has_flops:
-            columns.append(("FLOPs", list(map(human_readable, self.flop_counts))))
+            columns.append(("FLOPs", [human_readable(sum(each.values())) for each in self.flop_counts.values()]))
         if self._example is not None:
             columns.append(("In sizes", list(map(str, self.in_sizes))))
             columns.append(("Out sizes", list(map(str, self.out_sizes))))
@@ -309,8 +310,8 @@ class LayerTable:
                 raise error from None
         counts = counter.get_flop_counts()
         for name, _ in model.named_modules():
-            self._flops[name] = sum(counts.get(f"{type(model).__name__}.{name}", {}).values())
-        self._flops[""] = counter.get_total_flops()
+            self._flops[name] = dict(counts.get(f"{type(model).__name__}.{name}", {}))
+        self._total_flops = counter.get_total_flops()
 
 
 # The name that programs import; the callback of this name is in hasten.callbacks.

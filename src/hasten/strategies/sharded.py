@@ -14,7 +14,16 @@ from torch.optim import Optimizer
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.torch_private import ShardedPart
-from hasten._lib.tree import as_bytes, by_kind, is_absent, is_sharded, leaves, map_tensors, parameters_of
+from hasten._lib.tree import (
+    as_bytes,
+    by_kind,
+    is_absent,
+    is_sharded,
+    leaves,
+    map_tensors,
+    parameters_of,
+    with_versions,
+)
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import mapped_tensors
@@ -459,7 +468,7 @@ class DTensorState(DividedState):
             name: self.strategy.sharding.from_checkpoint(value, present.get(name))
             for name, value in stored_items(state)
         }
-        load_weights(module, loaded, strict=strict, source=source)
+        load_weights(module, with_versions(loaded, state), strict=strict, source=source)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: shards for a folder; for a file whole tensors in the first process."""
@@ -485,7 +494,7 @@ class DTensorState(DividedState):
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         # One after the other: no process holds more than one whole tensor on its device.
         gathered = {name: self.strategy.sharding.gathered(value) for name, value in state.items()}
-        return gathered if self.strategy.keeps_whole else {}
+        return with_versions(gathered, state) if self.strategy.keeps_whole else {}
 
 
 def shard_like(whole: Tensor, target: Tensor) -> Tensor:

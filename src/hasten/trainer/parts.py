@@ -19,6 +19,7 @@ from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
 from hasten.machine.cluster import SLURMEnvironment
 from hasten.machine.host import is_interactive
+from hasten.machine.signals import leaving
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.hparams import remove_unpicklable
@@ -240,7 +241,7 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
     if is_interactive():
         raise KeyboardInterrupt from None
     launch.leave_with_own_code()
-    raise SystemExit(128 + signal_number) from None
+    raise leaving(128 + signal_number) from None
 
 
 def name_checkpoint(trainer: Trainer, run: Run, error: BaseException) -> None:
@@ -279,7 +280,7 @@ def export_results(self: Trainer) -> dict[str, Any]:
     assert self._module is not None
     logged = self._logged
     return {
-        "weights": {key: move_to(value, "cpu") for key, value in self._module.state_dict().items()},
+        "weights": move_to(self._module.state_dict(), "cpu"),
         "progress": self._progress.state_dict(),
         "callbacks": [
             (

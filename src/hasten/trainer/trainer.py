@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from hasten._lib.check import clip_algorithm, number
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
@@ -38,7 +39,7 @@ from hasten.loops.schedule import Limits, ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
 from hasten.machine import agreement, watchdog
 from hasten.machine.collectives import joined
-from hasten.machine.signals import LeaveRun, StopRequests
+from hasten.machine.signals import LeaveRun, StopRequests, leaving
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -632,7 +633,7 @@ class Trainer(TrainerView):
                 rank_zero_info("The signal to requeue the job came when the run was over: the program continues.")
             elif stop.signal is not None:
                 # A signal that came when the run was over still ends the program.
-                parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
+                parts.leave_program(stop.signal, leaving(128 + stop.signal))
         return result
 
     def _make_run(self, module: LightningModule, loaders: dict[str, Any], stop: StopRequests) -> Run:
@@ -715,7 +716,7 @@ class Trainer(TrainerView):
         name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
         saved = "after a complete batch" if self._between_batches else "while a batch was read, and is not saved"
         rank_zero_info(f"{name}: the run ends here, {saved}.")
-        error = KeyboardInterrupt() if by_keyboard else SystemExit(128 + signal_number)
+        error = KeyboardInterrupt() if by_keyboard else leaving(128 + signal_number)
         goes_on = signal_number in self._runtime.cluster.stop_signals
         try:
             if goes_on and self._between_batches:
@@ -830,6 +831,8 @@ class Trainer(TrainerView):
     def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None means the argument of the Trainer."""
         own_val, own_algorithm = self._arguments.gradient_clip_val, self._arguments.gradient_clip_algorithm
+        number("clip_gradients", "gradient_clip_val", clip_val, allow_none=True)
+        algorithm = clip_algorithm("clip_gradients", "gradient_clip_algorithm", algorithm)
         for name, value, own in (("val", clip_val, own_val), ("algorithm", algorithm, own_algorithm)):
             if value is not None and own is not None and value != own:
                 raise MisconfigurationException(
@@ -839,7 +842,7 @@ class Trainer(TrainerView):
                     argument=f"gradient_clip_{name}",
                 )
         clip_val = own_val if clip_val is None else clip_val
-        algorithm = str(algorithm or own_algorithm or "norm")
+        algorithm = algorithm or own_algorithm or "norm"
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
@@ -850,14 +853,8 @@ class Trainer(TrainerView):
             self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
         elif algorithm == "value":
             self._runtime.engine.clip_value(parameters, float(clip_val))
-        elif algorithm == "norm":
-            self._runtime.engine.clip_norm(parameters, float(clip_val))
         else:
-            raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_algorithm={algorithm!r}):",
-                fix="use 'norm' or 'value'.",
-                argument="gradient_clip_algorithm",
-            )
+            self._runtime.engine.clip_norm(parameters, float(clip_val))
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked; see ``LightningModule.all_gather``."""

@@ -1,9 +1,7 @@
 """Exceptions that programs written for Lightning catch by name."""
 
 from hasten._lib.errors import MisconfigurationException
-
-# hasten ends a run with SystemExit(143) on SIGTERM.
-SIGTERMException = SystemExit
+from hasten.machine.signals import SIGTERMException
 
 
 class _TunerExitException(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import os
 from argparse import Namespace
@@ -14,6 +13,7 @@ from hasten.checkpoint import files
 from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.loggers.base import as_dict, plain
 from hasten.loggers.folders import file_system, write_hparams
+from hasten.module.hparams import convert as convert
 from hasten.module.hparams import yaml_with_tuples
 
 if TYPE_CHECKING:
@@ -108,14 +108,6 @@ def save_hparams_to_tags_csv(tags_csv: PathLike, hparams: Mapping[str, Any] | Na
         writer = csv.DictWriter(file, ["key", "value"])
         writer.writeheader()
         writer.writerows({"key": key, "value": plain(value)} for key, value in as_dict(hparams).items())
-
-
-def convert(val: str) -> Any:
-    """Return the Python value that a text writes, or the text."""
-    try:
-        return ast.literal_eval(val)
-    except (ValueError, SyntaxError):
-        return val
 
 
 def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:

@@ -777,7 +777,8 @@ class CombinedStream:
 
     @property
     def certain_length(self) -> int | None:
-        return joint_length(self.loader.mode, [reader.stream.certain_length for reader in self._readers])
+        lengths = [reader.stream.certain_length for reader in self._readers]
+        return None if None in lengths else joint_length(self.loader.mode, lengths)
 
     @property
     def position(self) -> int:

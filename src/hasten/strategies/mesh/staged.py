@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
-from hasten._lib.tree import is_absent, parameters_of
+from hasten._lib.tree import is_absent, parameters_of, with_versions
 from hasten.strategies.sharded import DTensorEngine, DTensorSharding, DTensorState, stored_items
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ class StagedState(DTensorState):
         """Return the weights of all stages in the first process, in others none."""
         pipeline, state = _pipeline(self), module.state_dict()
         merged = pipeline.together(self._whole({name: state[name] for name in state if pipeline.first_has(name)}))
-        return {name: merged[name] for name in state if name in merged}
+        return with_versions({name: merged[name] for name in state if name in merged}, state)
 
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
         """Restore the weights of this process's stages from those of a whole module."""
         with _pipeline(self).own_only(module) as absent:
             own = {name: value for name, value in stored_items(state) if name not in absent}
-            super().load_state_dict(module, own, strict=strict, source=source)
+            super().load_state_dict(module, with_versions(own, state), strict=strict, source=source)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer of the whole module in the first process."""
