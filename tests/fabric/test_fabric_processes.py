@@ -126,6 +126,7 @@ def test_processes_talk_and_take_turns(tmp_path: Path) -> None:
     rank = fabric.global_rank
     assert fabric.all_gather({"rank": rank})["rank"].tolist() == [0, 1]
     assert fabric.all_reduce(float(rank), reduce_op="sum").item() == 1.0
+    assert fabric.all_reduce(rank).item() == 0.5
     assert fabric.broadcast({"from": rank}, src=1) == {"from": 1}
     file = tmp_path / "downloaded"
     with fabric.rank_zero_first():

@@ -30,11 +30,19 @@ def test_two_processes_exchange_tensors_objects_and_failures(tmp_path: Path) -> 
     run = runtime(accelerator="cpu", devices=2, strategy="ddp")
     rank = run.launch(lambda: run.global_rank)
     mine = {"value": torch.tensor([1.0, 10.0]) * (rank + 1), "count": torch.tensor(rank), "name": "x"}
+    with torch.inference_mode():
+        mine["every second"] = torch.arange(4.0)[::2] * (rank + 1)
     reduced = run.all_reduce(mine)
-    assert reduced["value"].tolist() == [1.5, 15.0]
-    assert reduced["count"].item() == 0.5
     assert reduced["name"] == "x"
-    assert mine["value"].tolist() == [1.0 * (rank + 1), 10.0 * (rank + 1)]
+    # In place, in the type of the tensor.
+    assert reduced["value"] is mine["value"]
+    assert mine["value"].tolist() == [1.5, 15.0]
+    assert mine["every second"].tolist() == [0.0, 3.0]
+    assert run.strategy.all_reduce(torch.tensor([2 * rank + 1, rank])).tolist() == [2, 0]
+    assert run.all_reduce(torch.tensor([True, rank == 0, False]), op="sum").tolist() == [True, True, False]
+    loss = torch.tensor([1.0 + rank], requires_grad=True)
+    assert run.all_reduce(loss, op="sum") is loss
+    assert loss.item() == 3.0
     for op, result in {"sum": 3, "max": 2, "product": 2}.items():
         assert run.all_reduce(torch.tensor(rank + 1), op=op).item() == result
     for op, truth in {"max": True, "min": False}.items():

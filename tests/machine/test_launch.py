@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from tests.models import Classifier, loader, quiet
@@ -19,6 +21,7 @@ from torch import nn
 from hasten.callbacks import ModelCheckpoint
 from hasten.machine.cluster import find_free_port
 from hasten.resolve import runtime
+from hasten.seed import isolate_rng, seed_everything
 from hasten.strategies import DDPStrategy
 
 PROGRAM = Path(__file__).with_name("programs.py")
@@ -158,6 +161,25 @@ def test_copies_return_the_first_processs_result_or_error() -> None:
     spawned = runtime(accelerator="cpu", devices=2, strategy="ddp_spawn")
     with refused(TypeError, "start_method"):
         spawned.launch(lambda: None)
+
+
+def draw() -> tuple[object, ...]:
+    flags = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    return torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand(), *flags
+
+
+def test_copies_begin_with_the_random_numbers_and_settings_of_the_program() -> None:
+    run = runtime(accelerator="cpu", devices=2, strategy=DDPStrategy(start_method="forkserver"))
+    with isolate_rng():
+        seed_everything(7, verbose=False)
+        torch.rand(3)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = True
+        try:
+            assert run.launch(draw) == draw()
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.backends.cudnn.benchmark = False
 
 
 class Owner:

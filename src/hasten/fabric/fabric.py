@@ -22,7 +22,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import map_leaves, map_tensors
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import prepare
@@ -39,7 +39,7 @@ from hasten.fabric.wrappers import (
 )
 from hasten.loggers.base import Logger
 from hasten.machine import same_program
-from hasten.machine.collectives import first_one_first, numbers_as_tensors
+from hasten.machine.collectives import first_one_first, numbers_as_tensors, operation_name
 from hasten.module import LightningModule
 from hasten.module.log_methods import log_into
 from hasten.optim.backward import InBackward, to_clip
@@ -658,10 +658,10 @@ class Fabric(RuntimeView):
     @overload
     def all_reduce(self, data: Collection, group: Group = None, reduce_op: ReduceOperation = "mean") -> Collection: ...
     def all_reduce(self, data: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
-        """Return the tensors reduced over all processes, element by element; shapes stay.
+        """Reduce tensors over all processes, element by element and in place, and return them.
 
         Args:
-            data: tensors, the same shapes on every process, or numbers; alone or in a collection.
+            data: tensors, the same shapes and types on every process, or numbers; alone or in a collection.
             group: the processes; all by default.
             reduce_op: "mean", "sum", "max", "min" or "product".
 
@@ -670,6 +670,9 @@ class Fabric(RuntimeView):
 
         """
         self._require_launch("all_reduce")
+        if operation_name(reduce_op) == "mean":
+            # The mean of tensors of whole numbers keeps their type; that of numbers is exact.
+            data = map_leaves(lambda leaf: float(leaf) if isinstance(leaf, int) else leaf, data)
         return self._runtime.all_reduce(numbers_as_tensors(data, self.device), op=reduce_op, group=group)
 
     @contextmanager

@@ -857,7 +857,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
         if window.weight is not None:
             weight = window.weight
             if runtime.several_processes:
-                weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
+                weight = runtime.data_parallel_reduce(1.0 * torch.as_tensor(weight, device=runtime.device))
             schedule.divide_gradients(run, optimizer, weight)
             window.weight = None
         elif rescales and progress.accumulation_index + 1 != window.size:

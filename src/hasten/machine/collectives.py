@@ -61,10 +61,10 @@ def world_size() -> int:
 
 
 def all_reduce(data: Tensors, op: ReduceOperation = "mean", *, device: torch.device, group: Group = None) -> Any:
-    """Return ``data`` with each tensor reduced over all processes.
+    """Reduce each tensor of ``data`` over all processes, in place, and return ``data``.
 
     Args:
-        data: a tensor or a collection of tensors; the input is not changed.
+        data: a tensor or a collection of tensors, which keep their types: a mean of whole numbers is cut to one.
         op: "mean" (or "avg"), "sum", "max", "min", "product", or a ``torch.distributed.ReduceOp``.
         device: the device on which the backend communicates.
         group: the processes; all by default.
@@ -96,18 +96,15 @@ def operation_name(op: object) -> str:
 
 
 def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tensor:
-    reduced = tensor.detach().to(device, copy=True).contiguous()
-    if name == "mean":
-        if not (reduced.is_floating_point() or reduced.is_complex()):
-            reduced = reduced.to(torch.get_default_dtype())
-        dist.all_reduce(reduced, dist.ReduceOp.SUM, group=group)
-        return reduced.div_(dist.get_world_size(group)).to(tensor.device)
-    # Boolean tensors have no sum; a maximum over numbers is their "any".
-    is_boolean = reduced.dtype == torch.bool
-    if is_boolean:
-        reduced = reduced.to(torch.int32)
-    dist.all_reduce(reduced, getattr(dist.ReduceOp, name.upper()), group=group)
-    return (reduced.bool() if is_boolean and name != "sum" else reduced).to(tensor.device)
+    with torch.inference_mode(tensor.is_inference()):
+        data = tensor.detach()
+        # Backends have no operations on booleans; a sum or maximum of numbers is their "any".
+        sent = data.to(device, torch.int32 if data.dtype == torch.bool else data.dtype).contiguous()
+        dist.all_reduce(sent, getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper()), group=group)
+        reduced = sent / dist.get_world_size(group) if name == "mean" else sent
+        if reduced is not data:
+            data.copy_(reduced)
+    return tensor
 
 
 def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:

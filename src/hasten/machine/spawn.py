@@ -22,6 +22,7 @@ from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
 from hasten.machine.rendezvous import note_who_lives
 from hasten.machine.signals import handling, leaving
+from hasten.seed import collect_rng_state, restore_rng_state
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class StartCopies(launch.Launcher):
         context: Any = multiprocessing.get_context(self.start_method)
         first_rank = cluster.node_rank() * num_processes
         processes, connections = [], []
-        common = launch.threads_for_each(num_processes), clusters.name_of_job()
+        common = launch.threads_for_each(num_processes), clusters.name_of_job(), _settings_of_torch()
         try:
             for local_rank in range(num_processes):
                 receiver, sender = context.Pipe(duplex=False)
@@ -120,8 +121,29 @@ def _pickled(task: Any, start_method: str) -> bytes:
         ) from error
 
 
+def _settings_of_torch() -> tuple[Any, ...]:
+    """Return what a program may have set before the launch, as Lightning's copies have it."""
+    # Without the states of GPUs, which would be used in every copy: they begin with the seed.
+    states = collect_rng_state(cuda=False)
+    return torch.initial_seed(), states, torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+
+
+def _apply_settings(seed: int, states: dict[str, Any], deterministic: int, benchmark: bool) -> None:
+    torch.manual_seed(seed)
+    restore_rng_state(states)
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=deterministic == 1)
+    torch.backends.cudnn.benchmark = benchmark
+
+
 def _child(
-    local_rank: int, address: str, task: Any, connection: Connection, threads: int | None, name_of_job: str
+    local_rank: int,
+    address: str,
+    task: Any,
+    connection: Connection,
+    threads: int | None,
+    name_of_job: str,
+    settings: tuple[Any, ...],
 ) -> None:
     """Run the task in one process, and report how it ended."""
     if (parent := multiprocessing.parent_process()) is not None:
@@ -132,6 +154,8 @@ def _child(
     os.environ[clusters.JOB_VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
+    if isinstance(task, bytes):
+        _apply_settings(*settings)
     launch.when_ending(lambda code, reason: connection.send_bytes(pickle.dumps(("ended", (code, reason)))))
     code = 1
     try:

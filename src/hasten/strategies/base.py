@@ -290,15 +290,12 @@ class Strategy(ProgramMethods, ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
-        """Return ``tensor`` reduced over all processes, element by element.
+        """Reduce ``tensor`` over all processes, element by element and in place, and return it.
 
         Args:
             tensor: a tensor, or a collection of tensors, of the same shapes on every process.
             group: the processes; all by default.
             reduce_op: "mean", "sum", "max", "min" or "product".
-
-        Returns:
-            new tensors of the same shapes.
 
         """
 
