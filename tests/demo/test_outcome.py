@@ -187,6 +187,6 @@ def test_operations_are_those_of_real_tokens(archive: Path) -> None:
     assert max(narrow.train_data.lengths) <= 64
     one, other = (outcome.useful_flops(task) for task in (narrow, wide))
     assert one == other
-    # Six blocks of four projections and two layers four times as wide, twice each for a product, thrice with backward.
-    products = 6 * 12 * 384**2 * 2 * 3 * sum(wide.train_data.lengths)
+    # Two blocks of four projections and two layers four times as wide, twice each for a product, thrice with backward.
+    products = 2 * 12 * 48**2 * 2 * 3 * sum(wide.train_data.lengths)
     assert products < one < 1.25 * products
