@@ -18,6 +18,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A pool of processes that compile would import torch in each of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Or else the first to compile with a new cache builds and loads a program only to see that the vectors of this machine
+# work, for 5 seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Before wandb is imported, by whichever test: it keeps the mode it started with. No test speaks to a server.
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("WANDB_SILENT", "true")
