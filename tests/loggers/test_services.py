@@ -23,6 +23,7 @@ import yaml
 
 import hasten as L
 from hasten.loggers import CometLogger, MLFlowLogger, WandbLogger
+from tests.loggers.elsewhere import log_elsewhere
 from tests.loggers.test_several import fit_with_checkpoints
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
@@ -270,20 +271,14 @@ def test_no_checkpoints_after_a_failure(service: Any, tmp_path: Path) -> None:
     assert service.checkpoints(logger) == []
 
 
-def log_elsewhere(logger: Any) -> str:
-    logger.log_metrics({"loss": 0.25}, step=1)
-    logger.finalize("success")
-    return str(logger.version)
-
-
 @pytest.mark.parametrize("service", [OfWandb, OfMLFlow], indirect=True)
 def test_another_process_continues_the_run(service: Any) -> None:
     logger = service.make()
     state = pickle.loads(pickle.dumps(logger)).__dict__  # starts the run, which stays here
     assert state["_experiment"] is None
     logger.log_metrics({"loss": 0.5}, step=0)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(log_elsewhere, (logger,)) == logger.version
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert pool.apply(log_elsewhere, (logger, dict(os.environ))) == logger.version
     logger.finalize("success")
     assert service.values(logger) == [("loss", 0, 0.5), ("loss", 1, 0.25)]
 
