@@ -14,7 +14,10 @@ from tests.speed import planted
 @pytest.fixture(scope="session")
 def _server() -> Iterator[Any]:
     with TrialStarter() as started:
-        yield started._fork_server
+        server = started._fork_server
+        # A model in hand has it import all that this process has imported: of other tests, for ten seconds.
+        server.preload = lambda modules: None
+        yield server
 
 
 @pytest.fixture
