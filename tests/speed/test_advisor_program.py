@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -13,12 +14,13 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hasten.commands import main
 from hasten.machine.host import usable_cores
-from hasten_tools.speed import advice, levers
+from hasten_tools.speed import advice, levers, trial, trial_processes
 from tests.speed.test_trial_processes import gone
 
 PROGRAM = """
@@ -219,6 +221,33 @@ L.Trainer().fit(Model(), data)
 """
 
 
+class Server:
+    """The process that trials are forks of, as a copy of this one: three fresh ones would import torch each."""
+
+    def __init__(self, function: str, arguments: list[Any], environment: Any, *, pass_fds: Any, **_: Any) -> None:
+        self._pid = os.fork()
+        if self._pid:
+            return
+        try:
+            os.setsid()
+            os.environ |= environment
+            # What was found out for this process: TMPDIR is another one there.
+            tempfile.tempdir = None
+            multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+            sys.argv = ["-c", *map(str, arguments)]
+            os.closerange(3, pass_fds[0])
+            os.closerange(pass_fds[0] + 1, os.sysconf("SC_OPEN_MAX"))
+            getattr(trial, function)()
+        finally:
+            os._exit(1)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, seconds: float | None = None) -> None:
+        os.waitpid(self._pid, 0)
+
+
 def start_advisor(folder: Path, temporary: Path) -> int:
     """Start ``hasten advise`` in a copy of this process, which has imported all it needs; return its pid."""
     pid = os.fork()
@@ -233,6 +262,7 @@ def start_advisor(folder: Path, temporary: Path) -> int:
             os.dup2(null, fd)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        trial_processes._python = Server  # type: ignore[assignment]
         code = main(["advise", "train.py"])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
