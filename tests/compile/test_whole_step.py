@@ -26,6 +26,8 @@ from tests.refusals import refused, warned
 
 # Traces as every backend does, and computes with torch's own operations.
 WHOLE = {"backend": "eager", "step": True}
+# Where neither the graph of a validation nor a second one for a short last batch matters.
+SHORT = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 0}
 Make = Callable[[list[Tensor]], Optimizer]
 
 
@@ -254,8 +256,8 @@ class Updated(Measured):
 
 def test_a_metric_that_ends_the_whole_step_is_named_and_stands_in_a_hook_instead() -> None:
     with warned(UserWarning, fix="self.accuracy.update(...)", says="stays Python"):
-        trained_alike(Measured)
-    _, trainer = trained_alike(Updated)
+        trained_alike(Measured, **SHORT)
+    _, trainer = trained_alike(Updated, **SHORT)
     assert trainer.compile_report.left == {}
 
 
@@ -451,8 +453,8 @@ def test_a_schedule_that_cycles_the_momentum_is_named_with_what_to_write(name: s
     # What the compiler has learned in an earlier test would need no other graph here.
     torch.compiler.reset()
     with warned(UserWarning, fix="cycle_momentum=False"):
-        trained_alike(lambda: Cycling(make))
-    _, trainer = trained_alike(lambda: Steady(make))
+        trained_alike(lambda: Cycling(make), **SHORT)
+    _, trainer = trained_alike(lambda: Steady(make), **SHORT)
     assert trainer.compile_report.recompiles == ()
 
 
