@@ -165,13 +165,12 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if isinstance(example, (Tensor, tuple)):
-            if callable(getattr(model, "_apply_batch_transfer_handler", None)):
-                # As a batch: a hook may change its type, or scale it.
-                example = model._apply_batch_transfer_handler(model._on_before_batch_transfer(example))
-            elif (device := getattr(model, "device", None)) is not None:
-                example = move_to(example, device)
+            from hasten.module.module import as_batch
+
+            # A hook may change its type, or scale it.
+            example, device = as_batch(model, example), getattr(model, "device", None)
             with readable_by_jit():
-                self.experiment.add_graph(model, example)
+                self.experiment.add_graph(model, example if device is None else move_to(example, device))
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(
