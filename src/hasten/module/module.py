@@ -547,13 +547,6 @@ def trainer_of(module: object) -> Trainer | None:
     return module._trainer if isinstance(module, LightningModule) else None
 
 
-def as_batch(module: nn.Module, batch: Any) -> Any:
-    """Return a batch as the hooks of a LightningModule make and move it; for another module, the batch itself."""
-    if not isinstance(module, LightningModule):
-        return batch
-    return module._apply_batch_transfer_handler(module._on_before_batch_transfer(batch))
-
-
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
