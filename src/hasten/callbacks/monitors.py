@@ -181,8 +181,8 @@ class LearningRateMonitor(Callback):
         configs = trainer.lr_scheduler_configs
         names, scheduled, kinds = self._find_names_from_schedulers(configs)
         others, left = self._find_names_from_optimizers(trainer.optimizers, scheduled, kinds)
-        found = [(*each, config.interval) for *each, config in zip(scheduled, names, configs, strict=True)]
-        found += [(*each, None) for each in zip(left, others, strict=True)]
+        intervals = [config.interval for config in configs] + [None] * len(left)
+        found = list(zip(scheduled + left, names + others, intervals, strict=True))
         for all_of_one in (*names, *others):
             for name in all_of_one:
                 alone = name.removesuffix("/pg1")

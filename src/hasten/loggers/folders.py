@@ -64,8 +64,8 @@ def entries(path: str) -> list[str]:
 def next_version(root: str) -> int:
     """Return the number after the largest of the folders ``version_N`` or ``version_N_...`` in ``root``; else 0."""
     numbers = {name: name.split("_")[1] for name in entries(root) if name.startswith("version_")}
-    found = (int(n) for name, n in numbers.items() if n.isdecimal() and is_folder(os.path.join(root, name)))
-    return max(found, default=-1) + 1
+    found = sorted(((int(n), name) for name, n in numbers.items() if n.isdecimal()), reverse=True)
+    return next((number for number, name in found if is_folder(os.path.join(root, name))), -1) + 1
 
 
 def version_folder(version: int | str) -> str:

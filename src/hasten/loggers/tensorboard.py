@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hasten.types import Tensors
 
 
+# The methods of a LightningModule that make a batch what its steps get: a hook may change its type, or scale it.
+_AS_BATCH = ("_on_before_batch_transfer", "_apply_batch_transfer_handler")
+
+
 class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """Write values for TensorBoard under ``<save_dir>/<name>/version_<N>``.
 
@@ -165,13 +169,12 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if isinstance(example, (Tensor, tuple)):
-            if callable(getattr(model, "_apply_batch_transfer_handler", None)):
-                # As a batch: a hook may change its type, or scale it.
-                example = model._apply_batch_transfer_handler(model._on_before_batch_transfer(example))
-            elif (device := getattr(model, "device", None)) is not None:
-                example = move_to(example, device)
+            for name in _AS_BATCH:
+                hook = getattr(model, name, None)
+                example = hook(example) if callable(hook) else example
+            device = getattr(model, "device", None)
             with readable_by_jit():
-                self.experiment.add_graph(model, example)
+                self.experiment.add_graph(model, example if device is None else move_to(example, device))
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(

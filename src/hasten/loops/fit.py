@@ -322,10 +322,10 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
         Stopped: a signal arrived that ends the run.
 
     """
-    progress, limits, every = run.progress, run.limits, run.arguments.log_every_n_steps
-    # The step in which a run is told to stop is logged. Here, all processes have agreed to stop.
-    if limits.should_stop and every and run.window.is_end and progress.logged_step % every:
-        run.logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.window.loss)
+    progress, limits = run.progress, run.limits
+    if limits.should_stop:
+        # Here, all processes have agreed to stop.
+        _log_between(run)
     if progress.last_batch and limits.has_next_epoch():
         run.data.train.begin_next(progress.epoch + 1)
     if progress.last_batch or progress.total_batches >= epoch.next_validation or limits.should_stop:
@@ -342,6 +342,13 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
     if limits.stop.agreed_signal is not None:
         raise Stopped(limits.stop.agreed_signal)
     return progress.global_step >= epoch.max_steps or (limits.should_stop and limits.stops_early())
+
+
+def _log_between(run: Run) -> None:
+    """Log the values of a step between two of the logging interval."""
+    progress, every = run.progress, run.arguments.log_every_n_steps
+    if every and run.window.is_end and progress.logged_step % every:
+        run.logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.window.loss)
 
 
 def _skip_none(epoch: EpochSettings, batch_idx: int) -> Any:

@@ -656,14 +656,12 @@ def yaml_with_tuples(text: str | IO[str]) -> Any:
     """Return the plain data that a text in YAML holds, and tuples, for which Lightning writes a tag; no code is run."""
     yaml = need("yaml", purpose=_READING)
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        pass
-
-    def tuple_of(loader: Loader, node: Any) -> tuple[Any, ...]:
+    def tuple_of(loader: Any, node: Any) -> tuple[Any, ...]:
         return tuple(loader.construct_sequence(node, deep=True))
 
-    Loader.add_constructor("tag:yaml.org,2002:python/tuple", tuple_of)
-    return yaml.load(text, Loader)
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("tag:yaml.org,2002:python/tuple", tuple_of)
+    return yaml.load(text, loader)
 
 
 def _read_hparams(path: PathLike) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: st
     return flat({parent_key: params}, delimiter) if parent_key else flat(params, delimiter)
 
 
-def is_json_serializable(value: object) -> bool:
+def is_json_serializable(value: str | float | list[Any] | dict[str, Any] | None) -> bool:
     """Return whether a value can be written as JSON; a list or dict counts without a look inside."""
     if isinstance(value, (list, dict)):
         return True

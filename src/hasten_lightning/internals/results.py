@@ -14,6 +14,7 @@ from hasten.trainer.parts import default_logger
 
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
+    from hasten.loggers.base import Logger
     from hasten.trainer.properties import TrainerView
 
 
@@ -128,7 +129,7 @@ class LoggerConnector:
         step = loop.epoch_loop._batches_that_stepped + 1 if fitting else loop.batch_progress.current.ready
         return step % every == 0 or trainer.should_stop
 
-    def configure_logger(self, logger: Any) -> None:
+    def configure_logger(self, logger: Logger | bool | Iterable[Logger] | None) -> None:
         """Replace the loggers: True for the default one, None or False for none, one, or an iterable of them."""
         if logger is True:
             logger = default_logger(self.trainer.default_root_dir)
