@@ -170,6 +170,9 @@ class Simple(L.LightningModule):
         self.checks.append(self.required())
         self.toggle_optimizer(two)
         self.checks.append(self.required())
+        if batch_idx:
+            # What the program freezes in between stays frozen.
+            self.b.weight.requires_grad = False
         self.untoggle_optimizer(two)
         self.checks.append(self.required())
         with pytest.raises(ZeroDivisionError), self.toggled_optimizer(one):
@@ -182,9 +185,10 @@ class Simple(L.LightningModule):
 
 def test_toggling_keeps_frozen_parameters_frozen_and_is_undone_also_after_an_error() -> None:
     model = Simple()
-    quiet(limit_train_batches=1).fit(model, loader())
+    quiet(limit_train_batches=2).fit(model, loader())
     untouched = [True, True, True, False]
-    assert model.checks == [[True, True, False, False], [False, False, True, False], untouched, untouched]
+    assert model.checks[-1] == [True, True, False, False]
+    assert model.checks[:4] == [[True, True, False, False], [False, False, True, False], untouched, untouched]
 
 
 def test_wrapped_optimizer_passes_everything_else_on() -> None:
@@ -192,6 +196,7 @@ def test_wrapped_optimizer_passes_everything_else_on() -> None:
     inner = torch.optim.SGD([parameter], lr=0.5)
     wrapped = HastenOptimizer(inner)
     assert wrapped.param_groups is inner.param_groups
+    assert wrapped._optimizer is inner
     with wrapped.toggle_model():
         parameter.grad = torch.ones(1)
         wrapped.step()

@@ -254,7 +254,7 @@ def test_a_lightning_module_logs_and_steps_through_fabric() -> None:
     assert notes.seen == [({"loss": loss.item()}, None), ({"one": 1, "two": 2}, None)]
     assert (module.trainer.world_size, module.trainer.device) == (1, fabric.device)
     with refused(AttributeError, says="self.trainer.current_epoch"):
-        module.trainer.current_epoch  # noqa: B018
+        module.trainer.current_epoch
     module.clip_gradients(optimizer, 0.1, "NORM")
     assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()])) <= 0.1001
     module.clip_gradients(optimizer, 0.01, "value")

@@ -336,7 +336,11 @@ def check_signatures(
 ) -> None:
     """Check every hook and step that is overridden."""
     for owner, base, names in (
-        (module, LightningModule, [*_names(CheckpointHooks), *_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS]),
+        (
+            module,
+            LightningModule,
+            [*_names(CheckpointHooks), *_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS],
+        ),
         (datamodule, LightningDataModule, _names(DataHooks)),
         *((callback, Callback, _names(Callback)) for callback in callbacks),
     ):

@@ -249,8 +249,8 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
             raise RuntimeError(launch.describe_death(rank, 0)) from RemoteTraceback(text)
         # The others lost a partner that left the run: that is the reason.
         where = f"raised in the process of rank {rank}"
-        reason = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else leaving(code)
-        raise reason from RemoteTraceback(text)
+        ending = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else leaving(code)
+        raise ending from RemoteTraceback(text)
     if stopped_with == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if stopped_with is not None:

@@ -588,12 +588,13 @@ def _arguments(
     cls: type, stored: dict[str, Any], given: Mapping[str, Any], wrapped_as: str | None, path: str, *, is_config: bool
 ) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
-    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    several: tuple[Any, ...] = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     inside = stored.get(str(wrapped_as))
     # A call without arguments, before or after, has stored the config itself, too.
     itself = isinstance(inside, Mapping) and bool(inside) and inside.keys() <= stored.keys()
-    takes_all = wrapped_as == "kwargs" and wrapped_as in stored
-    if wrapped_as in parameters and parameters[wrapped_as].kind not in several and not itself and not takes_all:
+    itself = itself or (wrapped_as == "kwargs" and "kwargs" in stored)
+    parameter = parameters.get(str(wrapped_as))
+    if parameter is not None and parameter.kind not in several and not itself:
         # After save_hyperparameters(config), __init__ takes the hyper-parameters as one argument.
         inner = {key: value for key, value in given.items() if key not in parameters}
         whole: Any = AttributeDict({**stored, **inner})

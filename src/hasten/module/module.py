@@ -325,7 +325,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             # No tensor will show where the module is.
             probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
             self.__dict__["_moved_to"] = (probe.device, probe.dtype)
-        return super()._apply(fn, recurse)
+        return cast("Self", super()._apply(fn, recurse))
 
     @property
     def on_gpu(self) -> bool:
@@ -426,7 +426,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         algorithm = check.clip_algorithm("clip_gradients", "gradient_clip_algorithm", gradient_clip_algorithm)
-        limit = {"clip_val" if algorithm == "value" else "max_norm": gradient_clip_val}
+        limit: dict[str, Any] = {"clip_val" if algorithm == "value" else "max_norm": gradient_clip_val}
         self._fabric.clip_gradients(self, optimizer, **limit)
 
     def configure_gradient_clipping(
@@ -472,9 +472,10 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             for other in self.trainer.optimizers
             for group in other.param_groups
             for p in group["params"]
+            if id(p) not in own
         }
-        for parameter, required in state.items():
-            parameter.requires_grad = required and id(parameter) in own
+        for parameter in state:
+            parameter.requires_grad = False
         self.__dict__["_before_toggle"] = state
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:

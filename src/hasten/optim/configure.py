@@ -329,6 +329,11 @@ class HastenOptimizer:
         self._step = optimizer.step if step is None else step
         self._toggled = toggled
 
+    @property
+    def _optimizer(self) -> Optimizer:
+        # Programs for Lightning read it.
+        return self.optimizer
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> object:
         """Step the optimizer and count it in ``trainer.global_step``."""
         if closure is not None and not callable(closure):
