@@ -435,7 +435,8 @@ class Fabric(RuntimeView):
             self._check_optimizers(optimizers, method, scheduler)
             self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
             optimizers, _ = self._runtime.engine.make(original, list(optimizers), [])
-        wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
+        inner, optimizers = self._by_strategy(original, optimizers, scheduler)
+        wrapped = FabricModule(original, self._runtime, inner, call=compiled)
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
@@ -443,6 +444,11 @@ class Fabric(RuntimeView):
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped, optimizers
+
+    def _by_strategy(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Scheduler | None
+    ) -> tuple[nn.Module, Sequence[Optimizer]]:
+        return self._runtime.wrap(module), optimizers
 
     def _shard(self, module: nn.Module) -> None:
         """Have the strategy divide a module, and remember which parameters it has replaced."""
