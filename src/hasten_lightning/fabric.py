@@ -42,6 +42,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
 
     @exactly
     def __init__(self, given: dict[str, Any]) -> None:
+        given.update(environment.of_fabric(given))
         given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.fabric.callbacks_factory")
         super().__init__(**given, **environment.of("Fabric"))
         if not isinstance(given["strategy"], Strategy):

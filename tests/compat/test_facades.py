@@ -24,7 +24,7 @@ from hasten_lightning.commands.run import OWN_ARGUMENTS
 from hasten_lightning.facades import Facade, original
 from hasten_lightning.modules import TABLE
 from hasten_lightning.signatures import sections
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 SIGNATURES = Path(__file__).parent / "signatures.txt"
 QUIETLY = {"accelerator": "cpu", "logger": False}
@@ -292,6 +292,60 @@ def test_callbacks_read_how_values_of_several_loaders_are_named() -> None:
     trainer = L.Trainer(callbacks=[reads], **QUIETLY)
     trainer.validate(BoringModel(), verbose=False)
     assert (seen, trainer._results) == (["/dataloader_idx_{}"], None)
+
+
+def test_a_programs_strategy_has_the_abstract_methods_of_lightnings() -> None:
+    import torch
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+    from lightning.fabric import strategies as of_fabric
+    from lightning.pytorch import Trainer, strategies  # type: ignore[import-not-found]
+    from lightning.pytorch.demos.boring_classes import BoringModel  # type: ignore[import-not-found]
+
+    class Own:
+        root_device, is_global_zero = torch.device("cpu"), True
+
+        def module_to_device(self, module: torch.nn.Module) -> None:
+            module.to(self.root_device)
+
+        def model_to_device(self) -> None: ...
+        def barrier(self, name: str | None = None) -> None: ...
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return obj
+
+        def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+            return tensor
+
+        def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return tensor
+
+    class OfFabric(Own, of_fabric.Strategy):  # type: ignore[misc]
+        all_reduce = Own.reduce
+
+    class OfTrainer(Own, strategies.Strategy): ...  # type: ignore[misc]
+
+    class Parallel(Own, of_fabric.ParallelStrategy): ...  # type: ignore[misc]
+
+    layer = torch.nn.Linear(2, 2)
+    fabric = Fabric(accelerator="cpu", strategy=OfFabric())
+    fabric.launch()
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    trainer = Trainer(accelerator="cpu", strategy=OfTrainer(), max_steps=1, logger=False)
+    trainer.fit(BoringModel())
+    assert trainer.strategy.all_reduce(3) == 3
+    assert Parallel().setup_module(layer) is layer
+
+
+def test_variables_of_the_environment_are_arguments_of_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+
+    for name, value in {"ACCELERATOR": "cpu", "DEVICES": "2", "STRATEGY": "ddp", "PRECISION": "64-true"}.items():
+        monkeypatch.setenv(f"LT_{name}", value)
+    with warned(UserWarning, says=("precision='32-true'", "LT_PRECISION=64-true")):
+        fabric = Fabric(precision="32-true")
+    assert (fabric.world_size, fabric.strategy.name) == (2, "ddp")
+    assert fabric.strategy.precision.precision == "64-true"
 
 
 def recording(base: type, called: list[str], *names: str) -> type:
