@@ -13,10 +13,11 @@ import inspect
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hasten._lib.errors import make_error
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.arguments import SPEED_NAMES, check_one
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -96,6 +97,22 @@ def of(owner: str) -> dict[str, Any]:
     """
     texts = {name: os.environ.get(variable(name), "") for name in OWNERS[owner]}
     return {name: parse(name, text) for name, text in texts.items() if text.strip()}
+
+
+def of_fabric(given: Mapping[str, object]) -> dict[str, str]:
+    """Return Lightning's arguments of Fabric that the environment sets: ``LT_DEVICES=2`` for ``devices="2"``.
+
+    Args:
+        given: the arguments of the program, which the variables replace.
+
+    """
+    names = ("accelerator", "strategy", "devices", "num_nodes", "precision")
+    found = {name: os.environ[f"LT_{name.upper()}"] for name in names if f"LT_{name.upper()}" in os.environ}
+    for name, text in found.items():
+        if given[name] not in ("auto", None, 1) and str(given[name]) != text:
+            variable_is = f"the environment variable LT_{name.upper()}={text} replaces it."
+            rank_zero_warn(f"Fabric({name}={given[name]!r}): {variable_is}", fix="Remove one of the two.")
+    return found
 
 
 def parse_variables(kind: type, template: str = "PL_%(cls_name)s_%(cls_argument)s") -> Namespace:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,10 +12,10 @@ from torch.optim import Optimizer
 
 from hasten._lib.names import defined_by_program
 from hasten.fabric import fabric
-from hasten.fabric.wrappers import unwrapped
+from hasten.fabric.wrappers import FabricOptimizer, unwrapped
 from hasten.precision import MixedPrecision
 from hasten.strategies.base import Strategy
-from hasten.types import PathLike
+from hasten.types import PathLike, Scheduler
 from hasten_lightning import environment
 from hasten_lightning._classes.fabric_strategies import FACADES
 from hasten_lightning._classes.strategies import as_facade
@@ -40,6 +42,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
 
     @exactly
     def __init__(self, given: dict[str, Any]) -> None:
+        given.update(environment.of_fabric(given))
         given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.fabric.callbacks_factory")
         super().__init__(**given, **environment.of("Fabric"))
         if not isinstance(given["strategy"], Strategy):
@@ -47,14 +50,77 @@ class Fabric(fabric.Fabric, metaclass=Facade):
         if isinstance(self._runtime.precision, MixedPrecision):
             self._runtime.precision.convert_inputs(to_16_bits=True)
 
-    # A program's strategy may have methods for files and clipping, which hasten's Fabric does itself.
+    # A program's strategy may have methods for what hasten's Fabric does itself.
+
+    def _wrapped_module(self, module: Any, method: str, move_to_device: bool, *rest: Any) -> Any:
+        strategy: Any = self.strategy
+        if move_to_device and isinstance(module, nn.Module) and defined_by_program(strategy, "module_to_device"):
+            strategy.module_to_device(unwrapped(module))
+            move_to_device = False
+        return super()._wrapped_module(module, method, move_to_device, *rest)
+
+    def _by_strategy(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Scheduler | None
+    ) -> tuple[nn.Module, Sequence[Optimizer]]:
+        strategy: Any = self.strategy
+        if not optimizers or not defined_by_program(strategy, "setup_module_and_optimizers", "setup_optimizer"):
+            return super()._by_strategy(module, optimizers, scheduler)
+        made: tuple[Any, Any, Any] = strategy.setup_module_and_optimizers(module, list(optimizers), scheduler)
+        return made[:2]
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Make optimizers ready, as ``hasten.Fabric.setup_optimizers``, after a program's ``setup_optimizer``."""
+        strategy: Any = self.strategy
+        if defined_by_program(strategy, "setup_optimizer"):
+            optimizers = tuple(map(strategy.setup_optimizer, optimizers))
+        return super().setup_optimizers(*optimizers)
+
+    def _wrapped_optimizers(self, optimizers: Sequence[Optimizer]) -> list[FabricOptimizer]:
+        made = super()._wrapped_optimizers(optimizers)
+        strategy: Any = self.strategy
+        if defined_by_program(strategy, "get_optimizer_state"):
+            for each in made:
+                each.__dict__["state_dict"] = functools.partial(strategy.get_optimizer_state, each.optimizer)
+        return made
+
+    def setup_dataloaders(self, *dataloaders: Any, **options: bool) -> Any:
+        """Make loaders ready, as ``hasten.Fabric.setup_dataloaders``, with ``process_dataloader`` of a strategy."""
+        made: Any = super().setup_dataloaders(*dataloaders, **options)
+        strategy: Any = self.strategy
+        if defined_by_program(strategy, "process_dataloader"):
+            for each in made if isinstance(made, list) else [made]:
+                each._dataloader = strategy.process_dataloader(each._dataloader)
+        return made
+
+    def to_device(self, obj: Any) -> Any:
+        """Return ``obj`` on the device, as ``hasten.Fabric.to_device``, or with a strategy's ``module_to_device``."""
+        strategy: Any = self.strategy
+        if not isinstance(obj, nn.Module) or not defined_by_program(strategy, "module_to_device"):
+            return super().to_device(obj)
+        strategy.module_to_device(obj)
+        return obj
+
+    def init_tensor(self) -> AbstractContextManager[Any]:
+        """Return a context, as ``hasten.Fabric.init_tensor``, or that of a program's strategy."""
+        strategy: Any = self.strategy
+        own = defined_by_program(strategy, "tensor_init_context")
+        context: AbstractContextManager[Any] = strategy.tensor_init_context() if own else super().init_tensor()
+        return context
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context, as ``hasten.Fabric.init_module``, or that of a program's strategy."""
+        context = super().init_module(empty_init)
+        strategy: Any = self.strategy
+        if defined_by_program(strategy, "module_init_context"):
+            context = strategy.module_init_context(empty_init=empty_init)
+        return context
 
     def save(
         self, path: PathLike, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
         """Write a checkpoint, as ``hasten.Fabric.save``, or with ``save_checkpoint`` of a program's strategy."""
         strategy: Any = self.strategy
-        if not defined_by_program(strategy, "save_checkpoint"):
+        if not defined_by_program(strategy, "save_checkpoint", "get_module_state_dict", "get_optimizer_state"):
             super().save(path, state, filter)
             return
         strategy.save_checkpoint(path=path, state=unwrapped(state), filter=filter)
@@ -82,6 +148,13 @@ class Fabric(fabric.Fabric, metaclass=Facade):
                 state[name] = value
         return rest
 
+    def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
+        strategy: Any = self.strategy
+        if isinstance(target, nn.Module) and defined_by_program(strategy, "load_module_state_dict"):
+            strategy.load_module_state_dict(target, saved, strict=strict)
+        else:
+            super()._load_into(target, saved, strict=strict, path=path)
+
     def clip_gradients(
         self,
         module: nn.Module,
@@ -94,7 +167,9 @@ class Fabric(fabric.Fabric, metaclass=Facade):
         """Limit gradients, as ``hasten.Fabric.clip_gradients``, or with the methods of a program's strategy."""
         strategy: Any = self.strategy
         own = "clip_gradients_value" if max_norm is None else "clip_gradients_norm"
-        if (clip_val is None) == (max_norm is None) or not defined_by_program(strategy, own):
+        by_program = defined_by_program(strategy, own)
+        by_program = by_program or defined_by_program(strategy.precision, "main_params", "unscale_gradients")
+        if (clip_val is None) == (max_norm is None) or not by_program:
             return super().clip_gradients(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
         inner, optimizer = unwrapped(module), unwrapped(optimizer)
         if max_norm is None:

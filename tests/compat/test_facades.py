@@ -24,7 +24,7 @@ from hasten_lightning.commands.run import OWN_ARGUMENTS
 from hasten_lightning.facades import Facade, original
 from hasten_lightning.modules import TABLE
 from hasten_lightning.signatures import sections
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 SIGNATURES = Path(__file__).parent / "signatures.txt"
 QUIETLY = {"accelerator": "cpu", "logger": False}
@@ -294,37 +294,104 @@ def test_callbacks_read_how_values_of_several_loaders_are_named() -> None:
     assert (seen, trainer._results) == (["/dataloader_idx_{}"], None)
 
 
-def test_fabric_calls_what_a_program_has_overridden_in_its_strategy(tmp_path: Path) -> None:
+def test_a_programs_strategy_has_the_abstract_methods_of_lightnings() -> None:
     import torch
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
+    from lightning.fabric import strategies as of_fabric
+    from lightning.pytorch import Trainer, strategies  # type: ignore[import-not-found]
+    from lightning.pytorch.demos.boring_classes import BoringModel  # type: ignore[import-not-found]
+
+    class Own:
+        root_device, is_global_zero = torch.device("cpu"), True
+
+        def module_to_device(self, module: torch.nn.Module) -> None:
+            module.to(self.root_device)
+
+        def model_to_device(self) -> None: ...
+        def barrier(self, name: str | None = None) -> None: ...
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return obj
+
+        def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+            return tensor
+
+        def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return tensor
+
+    class OfFabric(Own, of_fabric.Strategy):  # type: ignore[misc]
+        all_reduce = Own.reduce
+
+    class OfTrainer(Own, strategies.Strategy): ...  # type: ignore[misc]
+
+    class Parallel(Own, of_fabric.ParallelStrategy): ...  # type: ignore[misc]
+
+    layer = torch.nn.Linear(2, 2)
+    fabric = Fabric(accelerator="cpu", strategy=OfFabric())
+    fabric.launch()
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    trainer = Trainer(accelerator="cpu", strategy=OfTrainer(), max_steps=1, logger=False)
+    trainer.fit(BoringModel())
+    assert trainer.strategy.all_reduce(3) == 3
+    assert Parallel().setup_module(layer) is layer
+
+
+def test_variables_of_the_environment_are_arguments_of_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+
+    for name, value in {"ACCELERATOR": "cpu", "DEVICES": "2", "STRATEGY": "ddp", "PRECISION": "64-true"}.items():
+        monkeypatch.setenv(f"LT_{name}", value)
+    with warned(UserWarning, says=("precision='32-true'", "LT_PRECISION=64-true")):
+        fabric = Fabric(precision="32-true")
+    assert (fabric.world_size, fabric.strategy.name) == (2, "ddp")
+    assert fabric.strategy.precision.precision == "64-true"
+
+
+def recording(base: type, called: list[str], *names: str) -> type:
+    """Return a subclass of ``base`` that notes the calls of methods."""
+
+    def make(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return method
+
+    return type("Own", (base,), {name: make(name) for name in names})
+
+
+def test_fabric_calls_what_a_program_has_overridden_in_its_strategy_or_precision(tmp_path: Path) -> None:
+    import torch
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+    from lightning.fabric.plugins import Precision  # type: ignore[import-not-found]
     from lightning.fabric.strategies import SingleDeviceStrategy  # type: ignore[import-not-found]
 
-    called = []
-
-    class Own(SingleDeviceStrategy):  # type: ignore[misc]
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            called.append("save")
-            super().save_checkpoint(*args, **kwargs)
-
-        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            called.append("load")
-            return super().load_checkpoint(*args, **kwargs)
-
-        def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
-            called.append("norm")
-            return super().clip_gradients_norm(*args, **kwargs)
-
-        def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
-            called.append("value")
-            super().clip_gradients_value(*args, **kwargs)
-
-    fabric = Fabric(strategy=Own(torch.device("cpu")))
-    layer = torch.nn.Linear(2, 1)
+    called: list[str] = []
+    of_setup = ("module_init_context", "tensor_init_context", "module_to_device", "process_dataloader", "setup_module")
+    of_setup = (*of_setup, "setup_module_and_optimizers", "setup_optimizer")
+    of_step = ("clip_gradients_norm", "clip_gradients_value")
+    of_files = ("save_checkpoint", "load_checkpoint")
+    of_states = ("get_module_state_dict", "get_optimizer_state", "load_module_state_dict")
+    kind = recording(SingleDeviceStrategy, called, *of_setup, *of_step, *of_files, *of_states)
+    fabric = Fabric(strategy=kind(torch.device("cpu")))
+    with fabric.init_module(), fabric.init_tensor():
+        layer = torch.nn.Linear(2, 1)
     model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert sorted(called) == sorted({*of_setup} - {"process_dataloader"})
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(range(2)))
+    assert called.pop() == "process_dataloader"
+    assert [batch.item() for batch in loader] == [0, 1]
+    fabric.setup_optimizers(torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert called.pop() == "setup_optimizer"
+    fabric.to_device(torch.nn.Linear(1, 1))
+    assert called.pop() == "module_to_device"
+    called.clear()
     fabric.backward(model(torch.ones(1, 2)).sum())
     assert fabric.clip_gradients(model, optimizer, max_norm=0.5) == pytest.approx(3**0.5)
     fabric.clip_gradients(model, optimizer, clip_val=0.1)
     assert layer.bias.grad == torch.tensor([0.1])
+    assert optimizer.state_dict()["param_groups"]
     state = {"model": model, "optimizer": optimizer, "step": 3}
     weight = layer.weight.clone()
     fabric.save(tmp_path / "one.ckpt", state)
@@ -333,7 +400,21 @@ def test_fabric_calls_what_a_program_has_overridden_in_its_strategy(tmp_path: Pa
     assert fabric.load(tmp_path / "one.ckpt", state) == {}
     assert torch.equal(layer.weight, weight)
     assert state["step"] == 3
-    assert called == ["norm", "value", "save", "load"]
+    saved = ["save_checkpoint", "get_module_state_dict", "get_optimizer_state"]
+    assert called == [*of_step, "get_optimizer_state", *saved, "load_checkpoint", "load_module_state_dict"]
+
+    # The methods for states alone, and those of a precision.
+    called.clear()
+    of_precision = ("main_params", "unscale_gradients")
+    precision = recording(Precision, called, *of_precision)()
+    fabric = Fabric(strategy=recording(SingleDeviceStrategy, called, *of_states)("cpu", precision=precision))
+    layer = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    assert fabric.clip_gradients(model, optimizer, max_norm=0.5) == pytest.approx(3**0.5)
+    fabric.save(tmp_path / "two.ckpt", {"model": model, "optimizer": optimizer})
+    fabric.load(tmp_path / "two.ckpt", {"model": model})
+    assert sorted(called) == sorted((*of_precision, *of_states))
 
 
 def test_a_precision_that_is_assigned_to_a_strategy_is_used() -> None:

@@ -6,7 +6,7 @@ import importlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -170,6 +170,13 @@ def test_workers_draw_the_numbers_that_lightning_gives_them(monkeypatch: pytest.
     own: Any = DataLoader(loader(8).dataset, 4, worker_init_fn=print)
     trainer.predict(Classifier(), own)
     assert trainer.predict_dataloaders.worker_init_fn is print
+    fabric = L.Fabric(accelerator="cpu")
+    fabric.seed_everything(1, workers=cast("bool", 0), verbose=False)
+    assert fabric.setup_dataloaders(loader(8)).worker_init_fn is None
+    fabric.seed_everything(1, verbose=False)
+    seeded = fabric.setup_dataloaders(loader(8)).worker_init_fn
+    assert getattr(seeded, "func", None) is L.seed.seed_worker
+    assert fabric.setup_dataloaders(own).worker_init_fn is print
 
 
 def test_loaders_show_in_the_structure_they_were_given_in() -> None:

@@ -452,7 +452,7 @@ class Notes:
 def test_callbacks_are_called_with_what_they_take() -> None:
     notes = Notes()
     fabric = L.Fabric(accelerator="cpu", callbacks=[notes, object()])
-    fabric.call("on_epoch_end", 1, loss=0.5)
+    fabric.call("on_epoch_end", 1, loss=0.5, not_taken=3)
     fabric.call("on_anything", a=1, b=2)
     fabric.call("on_nothing_at_all")
     with warned(UserWarning, says="Notes.not_a_method"):

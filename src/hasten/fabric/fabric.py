@@ -25,7 +25,7 @@ from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import map_leaves, map_tensors
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
-from hasten.data.loaders import prepare
+from hasten.data.loaders import prepare, with_seeded_workers
 from hasten.fabric.wrappers import (
     FabricDataLoader,
     FabricModule,
@@ -393,6 +393,8 @@ class Fabric(RuntimeView):
                 )
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
+            if os.environ.get("PL_SEED_WORKERS") == "1":
+                ready = with_seeded_workers(ready, self.strategy.data_parallel_rank, instead_of=loader)
             device = self.device if move_to_device else None
             made.append(FabricDataLoader(ready, device, self.strategy.sharding, self._runtime.steps))
         return made[0] if len(made) == 1 else made
@@ -437,7 +439,8 @@ class Fabric(RuntimeView):
             self._check_optimizers(optimizers, method, scheduler)
             self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
             optimizers, _ = self._runtime.engine.make(original, list(optimizers), [])
-        wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
+        inner, optimizers = self._by_strategy(original, optimizers, scheduler)
+        wrapped = FabricModule(original, self._runtime, inner, call=compiled)
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
@@ -445,6 +448,11 @@ class Fabric(RuntimeView):
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped, optimizers
+
+    def _by_strategy(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Scheduler | None
+    ) -> tuple[nn.Module, Sequence[Optimizer]]:
+        return self._runtime.wrap(module), optimizers
 
     def _shard(self, module: nn.Module) -> None:
         """Have the strategy divide a module, and remember which parameters it has replaced."""
@@ -695,7 +703,7 @@ class Fabric(RuntimeView):
         Args:
             hook_name: the name of the method.
             args: for the method.
-            kwargs: for the method.
+            kwargs: for the method: those that it takes.
 
         """
         for callback in self._callbacks:
@@ -707,7 +715,7 @@ class Fabric(RuntimeView):
                     f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is not a method and is skipped."
                 )
                 continue
-            method(*args, **kwargs)
+            method(*args, **_taken_by(method, kwargs))
 
     def log(self, name: str, value: MetricValue, step: int | None = None) -> None:
         """Give one value to all loggers.
@@ -825,7 +833,7 @@ class Fabric(RuntimeView):
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed python, numpy, torch and (unless ``workers=False``) the workers of loaders; return the seed."""
-        return seed_everything(seed, workers=workers is not False, verbose=verbose)
+        return seed_everything(seed, workers=workers is None or bool(workers), verbose=verbose)
 
 
 def _in_matmul_precision(function: Callable[..., T], fabric: Fabric, *args: object, **kwargs: object) -> T:
@@ -849,6 +857,17 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
         return self.launch(_run_inside, *args, **kwargs)
 
     return launched
+
+
+def _taken_by(method: Callable[..., object], kwargs: dict[str, object]) -> dict[str, object]:
+    """Return the keywords that a method of a callback takes: programs for Lightning leave out what they do not use."""
+    try:
+        parameters = inspect.signature(method).parameters if kwargs else {}
+    except (TypeError, ValueError):
+        return kwargs
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -181,7 +181,6 @@ class Strategy(ProgramMethods, ABC):
 
     # -- once
 
-    @abstractmethod
     def launch(
         self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
     ) -> T:
@@ -195,6 +194,8 @@ class Strategy(ProgramMethods, ABC):
             kwargs: for the function.
 
         """
+        self.setup_environment()
+        return function(*args, **kwargs)
 
     def simulate_one_process(self) -> None:
         """Work in a process whose group does not exist: start none, and compare nothing with others (``hasten plan``).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
-    from hasten.machine.spawn import KeepsResults
     from hasten.precision.base import Precision
     from hasten.types import Group, ReduceOperation, Tensors
 
@@ -35,12 +33,6 @@ class OneProcess(Strategy):
     ) -> None:
         devices = devices if self._device is None else [self._device]
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
-
-    def launch(
-        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
-    ) -> T:
-        self.setup_environment()
-        return function(*args, **kwargs)
 
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         operation_name(reduce_op)  # Refuses unknown ones.

@@ -23,7 +23,8 @@ class Strategy(FabricMethods, base.Strategy, metaclass=Facade):
 
 
 class ParallelStrategy(FabricMethods, parallel.ParallelStrategy, metaclass=Facade):
-    pass
+    # A program wraps its module in ``setup_module``.
+    wrap = base.Strategy.wrap
 
 
 class SingleDeviceStrategy(FabricMethods, single.SingleDeviceStrategy, metaclass=Facade):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     # Command lines look here for the names of types that ``signatures.txt`` does not look up.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # noqa: F401
 
+    from hasten.types import Group, ReduceOperation, Tensors
+
 _DDP = inspect.signature(DistributedDataParallel)
 
 
@@ -38,7 +40,9 @@ show_signature(
 
 
 class Strategy(TrainerMethods, base.Strategy, metaclass=Facade):
-    pass
+    def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
+        # A program defines ``reduce``.
+        return self.reduce(tensor, group, reduce_op)
 
 
 class ParallelStrategy(TrainerMethods, parallel.ParallelStrategy, metaclass=Facade):
