@@ -115,6 +115,13 @@ def test_other_file_systems(tmp_path: Path) -> None:
     assert files.load(tmp_path / "a.ckpt") == {"step": 3}
 
 
+def test_options_of_a_file_system_are_refused_for_a_local_path(tmp_path: Path) -> None:
+    files.TorchCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "a.ckpt", storage_options={})
+    with refused(TypeError, "storage_options", says="local path"):
+        files.TorchCheckpointIO().save_checkpoint({"step": 2}, tmp_path / "a.ckpt", storage_options={"anon": True})
+    assert files.load(tmp_path / "a.ckpt") == {"step": 1}
+
+
 def test_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
     files.save({"step": 1}, tmp_path / "best.ckpt")
     (tmp_path / "last.ckpt").symlink_to("best.ckpt")

@@ -89,6 +89,29 @@ def test_all_packages_of_the_field_have_the_same_objects() -> None:
     assert set(ROOTS) == {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
+def test_helpers_that_packages_import_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from lightning.fabric.plugins.collectives.collective import CollectibleGroup
+    from lightning.fabric.plugins.environments.lightning import find_free_network_port
+    from lightning.fabric.utilities import types
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+    assert types.CollectibleGroup is CollectibleGroup
+    state, drawn = _collect_rng_states(), torch.rand(1)
+    _set_rng_states(state)
+    assert torch.equal(torch.rand(1), drawn)
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    _optimizers_to_device([optimizer], torch.device("meta"))
+    assert optimizer.state[weight]["exp_avg"].is_meta
+    assert find_free_network_port() > 0
+    monkeypatch.setenv("STANDALONE_PORT", "1234")
+    assert find_free_network_port() == 1234
+
+
 def test_modules_are_reached_as_attributes_without_an_import_of_their_own() -> None:
     import lightning as L
 

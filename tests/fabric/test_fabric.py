@@ -359,10 +359,17 @@ def test_a_loader_is_iterated_as_it_is_and_its_sampler_gets_the_epoch(fabric: L.
     assert wrapped.batch_size == 4
     for (a,), (b,) in zip(plain, wrapped, strict=True):
         assert torch.equal(a, b)
-    sampler = DistributedSampler(plain.dataset, num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+    class Noting(DistributedSampler[Any]):
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+            super().set_epoch(epoch)
+
+    epochs: list[int] = []
+    sampler = Noting(plain.dataset, num_replicas=2, rank=0)  # type: ignore[arg-type]
     wrapped = fabric.setup_dataloaders(loader(sampler=sampler))
     orders = [torch.cat([x for (x,) in wrapped]) for _ in range(2)]
-    assert sampler.epoch == 1
+    assert epochs == [0, 1]
     assert not torch.equal(orders[0], orders[1])
 
 

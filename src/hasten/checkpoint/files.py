@@ -79,7 +79,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
         contents: tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them; numpy
             numbers and arrays.
         path: a path, or a URL that fsspec understands (``"s3://bucket/run/last.ckpt"``).
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; only for a URL.
 
     Raises:
         TypeError: something in ``contents`` could only be read back by running code; the message says where.
@@ -108,6 +108,7 @@ def save_unchecked(
     if is_url(path):
         write_remote(str(path), functools.partial(_write, contents), storage_options)
         return
+    _refuse_options(path, storage_options)
     target = _local(path)
     with _explained(target):
         is_folder = target.is_dir() and not target.is_symlink()
@@ -131,7 +132,7 @@ def save_folder(
     Args:
         contents: as for ``save``, and DTensors. Unsharded values are taken from the first process.
         path: a path or a URL that all machines share.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; only for a URL.
 
     Raises:
         TypeError: something in ``contents`` could only be read back by running code; the message says where.
@@ -154,6 +155,16 @@ def save_folder(
     sharded.save(contents, *folder_target(path, storage_options))
 
 
+def _refuse_options(path: str | os.PathLike[str], storage_options: StorageOptions) -> None:
+    if storage_options:
+        raise make_error(
+            TypeError,
+            f"storage_options={storage_options!r}: {os.fspath(path)} is a local path, which has no options.",
+            fix="Leave storage_options out, or write a CheckpointIO of your own that uses them.",
+            argument="storage_options",
+        )
+
+
 def folder_target(path: str | os.PathLike[str], storage_options: StorageOptions) -> tuple[Any, Any]:
     """Return the target of a folder and the functions that write files, for ``sharded.py``."""
     from hasten.checkpoint import sharded
@@ -162,6 +173,7 @@ def folder_target(path: str | os.PathLike[str], storage_options: StorageOptions)
     functions = sharded.FileFunctions(check_storable, _make_folder, save_file)
     if is_url(path):
         return sharded.RemoteTarget(str(path), *_file_system(str(path), storage_options), functions), functions
+    _refuse_options(path, storage_options)
     return sharded.LocalTarget(_local(path), functions), functions
 
 

@@ -338,7 +338,8 @@ class FabricDataLoader:
     def __iter__(self) -> Iterator[Any]:
         loader = self._dataloader
         batches = getattr(loader, "batch_sampler", None)
-        for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        for sampler in {id(each): each for each in samplers}.values():
             # Without it a distributed sampler yields the same order in every epoch.
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self._epoch)

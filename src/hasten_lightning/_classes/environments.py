@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hasten.machine import cluster
 from hasten_lightning.facades import Facade
 
@@ -16,3 +18,8 @@ class KubeflowEnvironment(cluster.KubeflowEnvironment, metaclass=Facade):
 
         """
         raise NotImplementedError("The Kubeflow environment can't be detected automatically.")
+
+
+def find_free_network_port() -> int:
+    """Return ``STANDALONE_PORT`` of the environment if it is set, else a port that is free now."""
+    return int(os.environ.get("STANDALONE_PORT") or cluster.find_free_port())

@@ -238,6 +238,12 @@ def optimizer_to_device(optimizer: torch.optim.Optimizer, device: torch.device |
         optimizer.state[parameter] = move_to(state, device)
 
 
+def optimizers_to_device(optimizers: Iterable[torch.optim.Optimizer], device: torch.device | str) -> None:
+    """Move the states of optimizers to a device."""
+    for optimizer in optimizers:
+        optimizer_to_device(optimizer, device)
+
+
 def merge_dicts(
     dicts: Iterable[Mapping[str, Any]],
     agg_key_funcs: Mapping[str, Callable[..., Any]] | None = None,

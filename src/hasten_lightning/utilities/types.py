@@ -35,6 +35,9 @@ _NUMBER = int | float
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 
+# A process group; Any, as one that this build of torch does not have.
+CollectibleGroup = Any
+
 # Any iterable of batches, or a collection of them.
 TRAIN_DATALOADERS = EVAL_DATALOADERS = Any
 
