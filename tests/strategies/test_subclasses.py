@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,6 +171,31 @@ def test_the_state_of_a_precision_is_saved_and_restored(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     later.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
     assert again.done == 4
+
+
+def test_contexts_of_steps_and_the_setup_of_an_accelerator_are_called() -> None:
+    class Own(Precision):
+        def _noted(self, step: str) -> AbstractContextManager[None]:
+            calls.append(step)
+            return nullcontext()
+
+        train_step_context = partialmethod(_noted, "train")
+        val_step_context = partialmethod(_noted, "val")
+        test_step_context = partialmethod(_noted, "test")
+        predict_step_context = partialmethod(_noted, "predict")
+
+    class Host(CPUAccelerator):
+        def setup(self, trainer: Any) -> None:
+            calls.append(trainer.state.fn.value)
+            super().setup(trainer)
+
+    calls: list[str] = []
+    limits = {f"limit_{stage}_batches": 1 for stage in ("train", "val", "test", "predict")}
+    trainer = quiet(accelerator=Host(), plugins=Own(), max_epochs=1, num_sanity_val_steps=0, **limits)
+    trainer.fit(Classifier(), loader(), loader())
+    trainer.test(trainer.model, loader(8), verbose=False)
+    trainer.predict(trainer.model, loader(8))
+    assert calls == ["fit", "train", "val", "test", "test", "predict", "predict"]
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -93,6 +93,8 @@ def prepare(
     if checkpoint is not None:
         checkpoint = _restore_model(run, state, checkpoint, str(path), datamodule)
 
+    if defined_by_program(runtime.accelerator, "setup"):
+        runtime.accelerator.setup(module.trainer)
     _place_and_wrap(run)
     if setup_by_program and not setup_comes_first:
         runtime.strategy.setup(module.trainer)

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from itertools import islice
 from types import FunctionType
@@ -910,6 +910,26 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
     return has_parameter(step, "dataloader_iter")
 
 
+# Methods of Lightning's precision plugins that a program may override, by step.
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+def _within(make_context: Callable[[], AbstractContextManager[Any]], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` run in a new context each time."""
+
+    @functools.wraps(step)
+    def step_within(*args: Any, **kwargs: Any) -> Any:
+        with make_context():
+            return step(*args, **kwargs)
+
+    return step_within
+
+
 def step_of(run: Run, name: str) -> Callable[..., Any]:
     """Return a step of the module, for instance ``"training_step"``, or what a program's strategy puts in its place."""
     step: Callable[..., Any] = getattr(run.module, name)
@@ -917,6 +937,8 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
     if defined_by_program(strategy, name):
         # With the signature of the module's step, which shows whether it takes the index of a batch.
         step = functools.wraps(step)(functools.partial(getattr(strategy, name)))
+    if defined_by_program(precision := run.runtime.precision, context := _CONTEXTS[name]):
+        step = _within(getattr(precision, context), step)
     return strategy.sharding.on_own_part(step, trains=name == "training_step", weighing=run.logged.weighed)
 
 

@@ -45,6 +45,14 @@ class Accelerator(ABC):
 
         """
 
+    def setup(self, trainer: object) -> None:
+        """Called by a Trainer before the module is moved to the device; for subclasses.
+
+        Args:
+            trainer: the Trainer.
+
+        """
+
     @abstractmethod
     def teardown(self) -> None:
         """Free cached memory of the device."""
