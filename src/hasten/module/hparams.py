@@ -589,12 +589,8 @@ def _arguments(
 ) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     several: tuple[Any, ...] = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    inside = stored.get(str(wrapped_as))
-    # A call without arguments, before or after, has stored the config itself, too.
-    itself = isinstance(inside, Mapping) and bool(inside) and inside.keys() <= stored.keys()
-    itself = itself or (wrapped_as == "kwargs" and "kwargs" in stored)
     parameter = parameters.get(str(wrapped_as))
-    if parameter is not None and parameter.kind not in several and not itself:
+    if parameter is not None and parameter.kind not in several and not _holds_itself(stored, parameter.name):
         # After save_hyperparameters(config), __init__ takes the hyper-parameters as one argument.
         inner = {key: value for key, value in given.items() if key not in parameters}
         whole: Any = AttributeDict({**stored, **inner})
@@ -621,6 +617,13 @@ def _arguments(
             ),
         )
     return arguments
+
+
+def _holds_itself(stored: Mapping[str, Any], name: str) -> bool:
+    """Return whether an argument that holds hyper-parameters is among them, as ``save_hyperparameters()`` saves it."""
+    inside = stored.get(name)
+    holds_others = isinstance(inside, Mapping) and bool(inside) and inside.keys() <= stored.keys()
+    return holds_others or (name == "kwargs" and name in stored)
 
 
 def _taken_by_init(
