@@ -143,6 +143,18 @@ def test_processes_talk_and_take_turns(tmp_path: Path) -> None:
     assert torch.randn(1).shape == (1,)
 
 
+@pytest.mark.world_size(1)
+def test_a_group_of_one_process_gathers_as_one_of_several() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    weight = torch.ones(2, requires_grad=True)
+    gathered = fabric.all_gather({"a": weight, "b": 1.0}, sync_grads=True)
+    assert (gathered["a"].shape, gathered["b"].shape) == ((1, 2), (1,))
+    gathered["a"].sum().backward()
+    assert weight.grad is not None
+    assert L.Fabric(accelerator="cpu").all_gather(torch.ones(2)).shape == (2,)
+
+
 @pytest.mark.world_size(2)
 def test_a_checkpoint_is_written_once_and_read_by_all(tmp_path: Path) -> None:
     fabric = launched()

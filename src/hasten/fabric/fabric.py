@@ -655,7 +655,7 @@ class Fabric(RuntimeView):
             sync_grads: let gradients flow back to the processes that the tensors came from.
 
         Returns:
-            ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
+            ``data`` with tensors of shape (world_size, ...); without a process group, of shape (...).
 
         """
         self._require_launch("all_gather")

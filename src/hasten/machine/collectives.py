@@ -1,4 +1,4 @@
-"""Collectives between the processes of a run. With one process, every function returns its input."""
+"""Collectives between the processes of a run. Without a process group, every function returns its input."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync
         sync_grads: let gradients flow back to the processes that the tensors came from.
 
     """
-    if world_size() == 1:
+    # Also of one process: programs index the first dimension wherever a strategy has a group, as in Lightning.
+    if not joined():
         return data
     return map_tensors(lambda tensor: _gather(tensor, device, group, sync_grads), data)
 

@@ -509,7 +509,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             sync_grads: let gradients flow back to the processes that the tensors came from.
 
         Returns:
-            ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
+            ``data`` with tensors of shape (world_size, ...); without a process group, of shape (...).
 
         """
         owner = self.trainer if self._fabric is None else self._fabric

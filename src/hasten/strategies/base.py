@@ -310,7 +310,7 @@ class Strategy(ProgramMethods, ABC):
             sync_grads: let gradients flow back to the processes that the tensors came from.
 
         Returns:
-            tensors of shape (world_size, ...); with one process, ``tensor`` itself.
+            tensors of shape (world_size, ...); without a process group, ``tensor`` itself.
 
         """
 
