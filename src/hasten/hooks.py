@@ -222,11 +222,8 @@ class Hooks:
         """Return a function that calls the overrides of callbacks, and with ``module`` of module and datamodule."""
         name, datamodule = row.name, self._datamodule
         listeners = self._of_callbacks(name, callbacks, found)
-        if module is not None and name in found[id(module)]:
-            hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
-            listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
-        elif listeners and name == "on_train_batch_start":
-            listeners.append(nothing)  # Only what a module returns ends the epoch.
+        at = 0 if name in _MODULE_FIRST else len(listeners)
+        listeners[at:at] = self._of_module(row, module, found, after=listeners)
         of_datamodule = module is not None and name not in _NOT_FOR_DATAMODULE
         if of_datamodule and name in found.get(id(datamodule), ()):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
@@ -256,6 +253,16 @@ class Hooks:
                     hook = self.watch(f"[Callback]{callback.state_key}.{name}", hook)
                 hooks.append(hook)
         return hooks
+
+    def _of_module(
+        self, row: Hook, module: LightningModule | None, found: dict[int, list[str]], *, after: list[Call]
+    ) -> list[Call]:
+        """Return the override of a hook in the module, if there is one."""
+        if module is not None and row.name in found[id(module)]:
+            label = f"[LightningModule]{type(module).__name__}.{row.name}"
+            return [self._watched(label, getattr(module, row.name))]
+        # Only what a module returns ends the epoch, and not what callbacks do.
+        return [nothing] if after and row.name == "on_train_batch_start" else []
 
     def _watched(self, action: str, listener: Call) -> Call:
         return listener if self.watch is None else self.watch(action, listener)

@@ -71,6 +71,17 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         return Results(self._logged) if self.state.status is TrainerStatus.RUNNING else None
 
     @property
+    def _loggers(self) -> list[Any]:  # type: ignore[override]  # an attribute, which programs assign
+        loggers: list[Any] = vars(self)["_loggers"]
+        return loggers
+
+    @_loggers.setter
+    def _loggers(self, loggers: list[Any]) -> None:
+        vars(self)["_loggers"] = loggers
+        if "_runtime" in vars(self):
+            self._logged.loggers = self._called_loggers()
+
+    @property
     def _active_loop(self) -> Any:
         """The loop of the running stage; None outside of a call."""
         return self._logger_connector.active_loop

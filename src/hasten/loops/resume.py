@@ -35,6 +35,7 @@ from hasten.record.history import History
 from hasten.seed import RandomGenerators, collect_rng_state
 
 if TYPE_CHECKING:
+    from hasten.runtime import Runtime
     from hasten.trainer import Trainer
 
 _SCALER_KEY = "MixedPrecision"
@@ -176,11 +177,7 @@ class RunState:
                     runtime.strategy.state.load_optimizer_state(optimizer, state)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
-        if runtime.scaler is not None and _SCALER_KEY in checkpoint:
-            runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
-        stored = checkpoint.get(type(runtime.precision).__qualname__)
-        if stored is not None and defined_by_program(runtime.precision, "load_state_dict"):
-            runtime.precision.load_state_dict(stored)
+        _restore_precision(runtime, checkpoint)
         entries = checkpoint.get("hasten") or {}
         # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()
@@ -507,6 +504,14 @@ def before_validation(run: Run) -> Earlier:
         rows=run.observers.history.mark(),
         changes=run.module_changes.state_dict(),
     )
+
+
+def _restore_precision(runtime: Runtime, checkpoint: Mapping[str, Any]) -> None:
+    if runtime.scaler is not None and _SCALER_KEY in checkpoint:
+        runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
+    stored = checkpoint.get(type(runtime.precision).__qualname__)
+    if stored is not None and defined_by_program(runtime.precision, "load_state_dict"):
+        runtime.precision.load_state_dict(stored)
 
 
 def _states_of_loggers(run: Run) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from hasten._lib.optional import installed, need
 from hasten.extend.entry_points import found, load
 
 if TYPE_CHECKING:
+    from hasten.trainer import Trainer
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.precision.base import Precision
     from hasten.types import Devices
@@ -45,7 +46,7 @@ class Accelerator(ABC):
 
         """
 
-    def setup(self, trainer: object) -> None:
+    def setup(self, trainer: Trainer) -> None:  # noqa: B027 - subclasses may do without
         """Called by a Trainer before the module is moved to the device; for subclasses.
 
         Args:

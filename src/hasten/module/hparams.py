@@ -669,7 +669,6 @@ def yaml_with_tuples(text: str | IO[str]) -> Any:
 
 
 def _read_hparams(path: PathLike) -> dict[str, Any]:
-    yaml = need("yaml", purpose=_READING)
     if conventions.current().mistakes_are_warnings and not Path(path).is_file():
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import torch
@@ -321,7 +322,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         return torch.get_default_dtype() if self._moved_to is None else self._moved_to[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        if not any(tensor.is_floating_point() for tensor in (*self.parameters(), *self.buffers())):
+        if not any(tensor.is_floating_point() for tensor in chain(self.parameters(), self.buffers())):
             # No tensor will show where the module is.
             probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
             self.__dict__["_moved_to"] = (probe.device, probe.dtype)

@@ -233,4 +233,6 @@ def is_off(profiler: Profiler) -> bool:
     # A user's subclass that overrides something is on.
     names = ("start", "stop", "profile", "setup", "describe", "summary", "teardown")
     kind = type(profiler)
-    return all(getattr(kind, name) is getattr(PassThroughProfiler, name) for name in names)
+    return kind is PassThroughProfiler or all(
+        getattr(kind, name) is getattr(PassThroughProfiler, name) for name in names
+    )

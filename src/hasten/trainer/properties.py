@@ -95,6 +95,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     _logged: LoggedValues
     _history: History
     _callbacks: WatchedList[Callback]
+    _loggers: list[Any]
     _loops: dict[str, Any]
     _module: LightningModule | None
     _datamodule: LightningDataModule | None
@@ -307,16 +308,6 @@ class TrainerView(RuntimeView, TrainerSettings):
     @loggers.setter
     def loggers(self, loggers: list[Any] | None) -> None:
         self._loggers = list(loggers or [])
-
-    @property
-    def _loggers(self) -> list[Any]:
-        # Programs assign it.
-        loggers: list[Any] = vars(self)["_loggers"]
-        return loggers
-
-    @_loggers.setter
-    def _loggers(self, loggers: list[Any]) -> None:
-        vars(self)["_loggers"] = loggers
         if "_runtime" in vars(self):  # Not in a subclass that sets them before ``super().__init__()``.
             self._logged.loggers = self._called_loggers()
 
