@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +21,8 @@ from hasten_lightning._classes.fabric_strategies import FACADES
 from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.modules import with_external_callbacks
+
+T = TypeVar("T")
 
 
 class Fabric(fabric.Fabric, metaclass=Facade):
@@ -92,7 +94,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
                 each._dataloader = strategy.process_dataloader(each._dataloader)
         return made
 
-    def to_device(self, obj: Any) -> Any:
+    def to_device(self, obj: T) -> T:
         """Return ``obj`` on the device, as ``hasten.Fabric.to_device``, or with a strategy's ``module_to_device``."""
         strategy: Any = self.strategy
         if not isinstance(obj, nn.Module) or not defined_by_program(strategy, "module_to_device"):
