@@ -19,7 +19,7 @@ from hasten.extend.origin import is_builtin
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
 from hasten.precision.empty_init import NoInit, fill_empty, left_out
-from hasten.strategies.program import detect_overrides, with_overrides
+from hasten.strategies.program import detect_overrides, own_states, with_overrides
 
 if TYPE_CHECKING:
     from hasten.checkpoint.background import BackgroundWriter
@@ -133,6 +133,7 @@ class Runtime:
         self._overridden = detect_overrides(strategy, self.precision)
         # Computes a step: the strategy's engine, with the methods that a program has overridden.
         self.engine = with_overrides(strategy.engine, strategy, self.precision)
+        self.own_states = own_states(strategy, self.precision)
         self._saved_by_program = defined_by_program(strategy, "save_checkpoint")
         self._loaded_by_program = defined_by_program(strategy, "load_checkpoint")
         self._reduce = strategy.reduce if defined_by_program(strategy, "reduce") else strategy.all_reduce
@@ -150,7 +151,7 @@ class Runtime:
 
     def __getstate__(self) -> dict[str, Any]:
         # Bound functions cannot be pickled; __setstate__ chooses them again.
-        chosen = ("engine", "scaler", "_reduce")
+        chosen = ("engine", "scaler", "_reduce", "own_states")
         return {name: value for name, value in self.__dict__.items() if name not in chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

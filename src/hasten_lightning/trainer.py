@@ -71,7 +71,8 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         return Results(self._logged) if self.state.status is TrainerStatus.RUNNING else None
 
     @property
-    def _loggers(self) -> list[Any]:  # type: ignore[override]  # an attribute, which programs assign
+    def _loggers(self) -> list[Any]:
+        # An attribute, which programs assign.
         loggers: list[Any] = vars(self)["_loggers"]
         return loggers
 

@@ -14,9 +14,10 @@ import functools
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed
@@ -71,6 +72,22 @@ def call_uncompiled(module: Any, *args: Any, **kwargs: Any) -> Any:
 def has_buffers_not_saved(module: nn.Module) -> bool:
     """Return whether a module has buffers that are not in its ``state_dict``."""
     return bool(module._non_persistent_buffers_set)
+
+
+def with_versions(values: Mapping[str, Any], state: object) -> dict[str, Any]:
+    """Return ``values`` as a state dict that has the versions of modules that ``state`` has, if it has any.
+
+    A module that reads an older version of its own weights asks for them in ``_load_from_state_dict``.
+    """
+    new: Any = OrderedDict(values)
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        new._metadata = versions
+    return cast("dict[str, Any]", new)
+
+
+def apply_to(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Convert or move the tensors of a module, as ``Module.to`` and the like do."""
+    module._apply(*args, **kwargs)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:

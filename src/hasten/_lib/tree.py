@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -153,17 +153,6 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
         if value is not getattr(data, field.name, None):
             object.__setattr__(new, field.name, value)  # The dataclass may be frozen.
     return new
-
-
-def with_versions(values: Mapping[str, Any], state: object) -> dict[str, Any]:
-    """Return ``values`` as a state dict that has the versions of modules that ``state`` has, if it has any.
-
-    A module that reads an older version of its own weights asks for them in ``_load_from_state_dict``.
-    """
-    new: Any = OrderedDict(values)
-    if (versions := getattr(state, "_metadata", None)) is not None:
-        new._metadata = versions
-    return cast("dict[str, Any]", new)
 
 
 _Item = TypeVar("_Item")

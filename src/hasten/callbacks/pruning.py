@@ -17,7 +17,6 @@ from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten._lib.tree import with_versions
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
@@ -419,4 +418,4 @@ def _plain(weights: dict[str, Any]) -> dict[str, Any]:
             plain[name] = value * weights[name + "_mask"].to(value.dtype)
         elif not (key.endswith("_mask") and key.removesuffix("_mask") + "_orig" in weights):
             plain[key] = value
-    return with_versions(plain, weights)
+    return torch_private.with_versions(plain, weights)

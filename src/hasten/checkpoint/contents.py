@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.errors import ErrorWithFix, make_error
 from hasten._lib.names import nearest
-from hasten._lib.tree import as_bytes, move_to, parameters_of, with_versions
+from hasten._lib.torch_private import with_versions
+from hasten._lib.tree import as_bytes, move_to, parameters_of
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import CheckpointDamaged, make_error
-from hasten._lib.tree import copy_into, rebuilt, with_versions
+from hasten._lib.torch_private import with_versions
+from hasten._lib.tree import copy_into, rebuilt
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
 # The file with everything that is not a tensor.

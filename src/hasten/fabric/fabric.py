@@ -299,8 +299,6 @@ class Fabric(RuntimeView):
             check_optimizer(optimizer, "setup")
         wrapped, own = self._wrapped_module(module, "setup", move_to_device, optimizers, scheduler)
         made = self._wrapped_optimizers(own)
-        if isinstance(wrapped.module, LightningModule):
-            wrapped.module.__dict__["_fabric_optimizers"] = made
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
             return wrapped

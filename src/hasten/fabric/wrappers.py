@@ -130,7 +130,7 @@ class FabricModule(nn.Module):
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> FabricModule:
-        self.module._apply(*args, **kwargs)
+        torch_private.apply_to(self.module, *args, **kwargs)
         return self
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:

@@ -68,11 +68,8 @@ class RunState:
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
-            strategy = run.runtime.strategy
-            if defined_by_program(strategy, "lightning_module_state_dict"):
-                weights = strategy.lightning_module_state_dict()
-            else:
-                weights = strategy.state.state_dict(run.module)
+            own = run.runtime.own_states.get("lightning_module_state_dict")
+            weights = run.runtime.strategy.state.state_dict(run.module) if own is None else own()
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
                 weights = map_tensors(Tensor.clone, weights)
@@ -130,8 +127,7 @@ class RunState:
 
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
-        by_program = defined_by_program(runtime.strategy, "optimizer_state")
-        state_of = (runtime.strategy if by_program else runtime.strategy.state).optimizer_state
+        state_of = runtime.own_states.get("optimizer_state", runtime.strategy.state.optimizer_state)
         checkpoint: dict[str, Any] = {
             "optimizer_states": [state_of(one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
@@ -139,8 +135,8 @@ class RunState:
         if runtime.scaler is not None:
             runtime.engine.update_scale()
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
-        if defined_by_program(runtime.precision, "state_dict"):
-            checkpoint[type(runtime.precision).__qualname__] = runtime.precision.state_dict()
+        if (own := runtime.own_states.get("state_dict")) is not None:
+            checkpoint[type(runtime.precision).__qualname__] = own()
         gradients = None
         if run.window.gradients_may_count():
             if not _begins_batch_again(run):

@@ -16,9 +16,9 @@ from hasten._lib.optional import installed, need
 from hasten.extend.entry_points import found, load
 
 if TYPE_CHECKING:
-    from hasten.trainer import Trainer
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.precision.base import Precision
+    from hasten.trainer import Trainer
     from hasten.types import Devices
 
 

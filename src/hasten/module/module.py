@@ -103,15 +103,12 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     # Annotated for type checkers only: TorchScript reads annotations of classes.
     if TYPE_CHECKING:
         _trainer: Trainer | None
-        _fabric_optimizers: Sequence[Any]
         _example_input_array: Any
         _compiler_ctx: dict[str, Any] | None
         _moved_to: tuple[torch.device, torch.dtype] | None
 
     # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
-    # Those that Fabric.setup got with the module.
-    _fabric_optimizers = ()
     _automatic_optimization = True
     # Whether the keys of a checkpoint must match the module's exactly.
     strict_loading = True
@@ -371,10 +368,17 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
         """
         if self._fabric is not None:
-            found = list(self._fabric_optimizers or self._fabric.wrapped_optimizers)
+            found = self._own_optimizers(self._fabric.wrapped_optimizers)
         else:
             found = self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
+
+    def _own_optimizers(self, optimizers: Sequence[Any]) -> list[Any]:
+        """Return the optimizers of this module, of those of all modules that Fabric has set up."""
+        if len(optimizers) == 1:
+            return list(optimizers)
+        own = {id(parameter) for parameter in self.parameters()}
+        return [one for one in optimizers if any(id(p) in own for group in one.param_groups for p in group["params"])]
 
     def lr_schedulers(self) -> Any:
         """Return the learning-rate scheduler, a list of them, or None."""
@@ -548,7 +552,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def __getstate__(self) -> dict[str, Any]:
         # A copy or pickle of the module is the model without its run.
         state = dict(self.__dict__)
-        for name in ("_trainer", "_run_values", "_fabric", "_fabric_optimizers"):
+        for name in ("_trainer", "_run_values", "_fabric"):
             state.pop(name, None)
         return state
 

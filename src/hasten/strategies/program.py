@@ -279,13 +279,23 @@ class ProgramMethods:
 _OF_BACKWARD = ("pre_backward", "backward", "post_backward")
 _OF_PRECISION = (*_OF_BACKWARD, "optimizer_step", "clip_gradients")
 _OF_STRATEGY = ("optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
+# What gives a state for checkpoints.
+_OF_CHECKPOINT = ("lightning_module_state_dict", "optimizer_state")
 
 
 def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:
     """Return which methods of a step a program has overridden; equal results need the same engine."""
     of_precision = [defined_by_program(precision, name) for name in _OF_PRECISION]
-    of_strategy = [defined_by_program(strategy, name) for name in _OF_STRATEGY]
-    return (*of_precision, *of_strategy, defined_by_program(strategy, *_OF_BACKWARD))
+    of_strategy = [defined_by_program(strategy, name) for name in (*_OF_STRATEGY, *_OF_CHECKPOINT)]
+    of_state = defined_by_program(precision, "state_dict")
+    return (*of_precision, *of_strategy, of_state, defined_by_program(strategy, *_OF_BACKWARD))
+
+
+def own_states(strategy: ProgramMethods, precision: Precision) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a program that give states for checkpoints, by name."""
+    names = [name for name in _OF_CHECKPOINT if defined_by_program(strategy, name)]
+    found = {name: getattr(strategy, name) for name in names}
+    return found | ({"state_dict": precision.state_dict} if defined_by_program(precision, "state_dict") else {})
 
 
 def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision) -> StepEngine:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.torch_private import ShardedPart
+from hasten._lib.torch_private import ShardedPart, with_versions
 from hasten._lib.tree import (
     as_bytes,
     by_kind,
@@ -22,7 +22,6 @@ from hasten._lib.tree import (
     leaves,
     map_tensors,
     parameters_of,
-    with_versions,
 )
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
-from hasten._lib.tree import is_absent, parameters_of, with_versions
+from hasten._lib.torch_private import with_versions
+from hasten._lib.tree import is_absent, parameters_of
 from hasten.strategies.sharded import DTensorEngine, DTensorSharding, DTensorState, stored_items
 
 if TYPE_CHECKING:
