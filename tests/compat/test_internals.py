@@ -348,6 +348,7 @@ def test_callbacks_whose_inner_methods_are_overridden(tmp_path: Path) -> None:
 
 def test_programs_replace_loggers_and_their_parts(tmp_path: Path) -> None:
     from lightning.fabric import loggers as of_fabric
+    from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
     from lightning.pytorch.loggers.utilities import _log_hyperparams, _version
     from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
@@ -386,7 +387,10 @@ def test_programs_replace_loggers_and_their_parts(tmp_path: Path) -> None:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
 
     rows = RowLogger()
-    trainer = quiet(callbacks=[Sets()], logger=False, limit_train_batches=2, limit_val_batches=0, log_every_n_steps=1)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=2, limit_val_batches=0, log_every_n_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Sets()],
+    )  # fmt: skip
     trainer.fit(Classifier(), loader(32))
     assert (saves.count("row"), saves[-1]) == (2, "saved")
     assert ([step for step, _ in rows.rows], len(rows.graphs)) == ([0, 1], 2)

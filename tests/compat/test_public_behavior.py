@@ -301,7 +301,7 @@ def test_a_module_under_fabric_logs_numbers_and_has_no_trainer() -> None:
         with refused(ValueError, says=kind):
             module.log("a", value)
         with refused(ValueError, says=kind):
-            fabric.log("a", value)
+            module.log_dict({"a": value})
     module.log("hidden", 1, logger=False)
     module.log("shown", 2)
     logger.log_metrics.assert_called_once_with(metrics={"shown": 2}, step=None)

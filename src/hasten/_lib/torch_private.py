@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchNorm", "Convolution", "NormBase", "TorchDispatchMode", "pytree", "without_modes"]
 
+_T = TypeVar("_T")
 _c10d: Any = distributed_c10d
 _distributed: Any = torch.distributed
 
@@ -74,20 +75,25 @@ def has_buffers_not_saved(module: nn.Module) -> bool:
     return bool(module._non_persistent_buffers_set)
 
 
-def with_versions(values: Mapping[str, Any], state: object) -> dict[str, Any]:
-    """Return ``values`` as a state dict that has the versions of modules that ``state`` has, if it has any.
+def take_versions(target: _T, state: object) -> _T:
+    """Give ``target`` the versions of modules that a state dict of torch has, if it has any, and return it.
 
     A module that reads an older version of its own weights asks for them in ``_load_from_state_dict``.
     """
-    new: Any = OrderedDict(values)
     if (versions := getattr(state, "_metadata", None)) is not None:
-        new._metadata = versions
-    return cast("dict[str, Any]", new)
+        keeper: Any = target
+        keeper._metadata = versions
+    return target
 
 
-def apply_to(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+def with_versions(values: Mapping[str, Any], state: object) -> dict[str, Any]:
+    """Return ``values`` as a state dict that has the versions of modules that ``state`` has, if it has any."""
+    return take_versions(OrderedDict(values), state)
+
+
+def apply_to(part: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Convert or move the tensors of a module, as ``Module.to`` and the like do."""
-    module._apply(*args, **kwargs)
+    part._apply(*args, **kwargs)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import CheckpointDamaged, make_error
-from hasten._lib.torch_private import with_versions
+from hasten._lib.torch_private import take_versions, with_versions
 from hasten._lib.tree import copy_into, rebuilt
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
@@ -243,8 +243,7 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = dict(entries)
-        # The versions of modules, where torch has them in a state dict.
-        self._metadata = getattr(entries, "_metadata", None)
+        take_versions(self, entries)
 
     def __getitem__(self, name: str) -> Any:
         value = self._entries[name]

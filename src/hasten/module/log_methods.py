@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hasten._lib.errors import WrongType
+from hasten._lib.errors import WrongType, make_error
 
 if TYPE_CHECKING:
     from hasten.fabric import Fabric
@@ -108,15 +108,25 @@ class LogMethods:
                 ),
             )
         if self._fabric is not None:
-            # One row, not one for each value.
-            if logger is not False:
-                self._fabric.log_dict(dict(items))
+            self._log_into_fabric(dict(items), logger)
             return
         for name, value in items:
             self.log(
                 name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
                 sync_dist_group, add_dataloader_idx, batch_size, None, rank_zero_only,
             )  # fmt: skip
+
+    def _log_into_fabric(self, values: Mapping[str, Any], logger: bool | None) -> None:
+        """Give values to the loggers of Fabric as one row."""
+        for name, value in values.items():
+            if isinstance(value, (list, tuple, dict, str)):
+                raise make_error(
+                    ValueError,
+                    f"self.log({name!r}, {value!r:.80}): `{type(value).__name__}` values cannot be logged.",
+                    fix="Log one number by its name, and several with self.log_dict({name: number, ...}).",
+                )
+        if self._fabric is not None and logger is not False:
+            self._fabric.log_dict(values)
 
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         """Log without values of a run."""

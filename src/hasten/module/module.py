@@ -206,8 +206,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         if self._fabric is not None:
-            if LogOptions(*options).logger is not False:
-                self._fabric.log(name, value)
+            self._log_into_fabric({name: value}, LogOptions(*options).logger)
         elif type(self) not in _warned:
             _warned.add(type(self))
             rank_zero_warn(
