@@ -53,6 +53,8 @@ _FROM_ELSEWHERE = {
     "_buffers",
     "_modules",
     "_version",
+    "_metadata",
+    "_apply",
     "_world",
     "_compile",
     "_rebuild_buckets",
