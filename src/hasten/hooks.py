@@ -222,11 +222,8 @@ class Hooks:
         """Return a function that calls the overrides of callbacks, and with ``module`` of module and datamodule."""
         name, datamodule = row.name, self._datamodule
         listeners = self._of_callbacks(name, callbacks, found)
-        if module is not None and name in found[id(module)]:
-            hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
-            listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
-        elif listeners and name == "on_train_batch_start":
-            listeners.append(nothing)  # Only what a module returns ends the epoch.
+        if module is not None:
+            self._add_module(name, listeners, overridden=name in found[id(module)])
         of_datamodule = module is not None and name not in _NOT_FOR_DATAMODULE
         if of_datamodule and name in found.get(id(datamodule), ()):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
@@ -239,6 +236,14 @@ class Hooks:
         if name == "on_exception":
             listeners = [functools.partial(_hear_all, listeners)]
         return self._logged.inside(row, listeners) if listeners else nothing
+
+    def _add_module(self, name: str, listeners: list[Call], *, overridden: bool) -> None:
+        if overridden:
+            label = f"[LightningModule]{type(self._module).__name__}.{name}"
+            at = 0 if name in _MODULE_FIRST else len(listeners)
+            listeners.insert(at, self._watched(label, getattr(self._module, name)))
+        elif listeners and name == "on_train_batch_start":
+            listeners.append(nothing)  # Only what a module returns ends the epoch.
 
     def _add_strategy(self, name: str, listeners: list[Call]) -> None:
         """Call the hook of the strategy after all others; the result stays that of the module."""

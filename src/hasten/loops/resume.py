@@ -67,11 +67,7 @@ class RunState:
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
-            strategy = run.runtime.strategy
-            if defined_by_program(strategy, "lightning_module_state_dict"):
-                weights = strategy.lightning_module_state_dict()
-            else:
-                weights = strategy.state.state_dict(run.module)
+            weights = _weights_of(run.module, run.runtime.strategy)
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
@@ -129,10 +125,8 @@ class RunState:
 
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
-        by_program = defined_by_program(runtime.strategy, "optimizer_state")
-        state_of = (runtime.strategy if by_program else runtime.strategy.state).optimizer_state
         checkpoint: dict[str, Any] = {
-            "optimizer_states": [state_of(one) for one in run.optimizers],
+            "optimizer_states": _optimizer_states(run.optimizers, runtime.strategy),
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
@@ -176,11 +170,7 @@ class RunState:
                     runtime.strategy.state.load_optimizer_state(optimizer, state)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
-        if runtime.scaler is not None and _SCALER_KEY in checkpoint:
-            runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
-        stored = checkpoint.get(type(runtime.precision).__qualname__)
-        if stored is not None and defined_by_program(runtime.precision, "load_state_dict"):
-            runtime.precision.load_state_dict(stored)
+        self._restore_precision(checkpoint)
         entries = checkpoint.get("hasten") or {}
         # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()
@@ -200,6 +190,14 @@ class RunState:
             as_sharded = runtime.strategy.sharding.from_checkpoint
             weights = [as_sharded(each, target) for each, target in zip(weights, targets, strict=True)]
         run.averages.resume_with(weights)
+
+    def _restore_precision(self, checkpoint: Mapping[str, Any]) -> None:
+        runtime = self._run.runtime
+        if runtime.scaler is not None and _SCALER_KEY in checkpoint:
+            runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
+        stored = checkpoint.get(type(runtime.precision).__qualname__)
+        if stored is not None and defined_by_program(runtime.precision, "load_state_dict"):
+            runtime.precision.load_state_dict(stored)
 
     # -- what differs between processes: data position, values logged, metrics, random states
 
@@ -381,6 +379,19 @@ def _epoch_has_begun(run: Run) -> Iterator[None]:
         yield
     finally:
         progress.begun = was_begun
+
+
+def _weights_of(module: Any, strategy: Any) -> dict[str, Any]:
+    by_program = defined_by_program(strategy, "lightning_module_state_dict")
+    weights: dict[str, Any] = (
+        strategy.lightning_module_state_dict() if by_program else strategy.state.state_dict(module)
+    )
+    return weights
+
+
+def _optimizer_states(optimizers: Iterable[Any], strategy: Any) -> list[dict[str, Any]]:
+    by_program = defined_by_program(strategy, "optimizer_state")
+    return [(strategy if by_program else strategy.state).optimizer_state(optimizer) for optimizer in optimizers]
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
