@@ -6,22 +6,34 @@ Run as ``python on_four_processes.py FOLDER [MESH ...]``, with all meshes by def
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
-import socket
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed.fsdp  # Before the forks.
-import torch.distributed.tensor.parallel  # noqa: F401
+import torch
 
 from hasten.strategies import MeshStrategy
 from hasten.strategies.mesh.schedule import NAMES, Schedule
 from hasten_tools.plan import plan_fit
 from hasten_tools.plan.report import FitPlan
 from tests.plan import on_two_processes
-from tests.plan.on_two_processes import SOON, Mixture, Transformer, loader, trainer
+from tests.plan.on_two_processes import SOON, loader, trainer
+
+
+class _OfMomentum:
+    """Steps in few operations: torch searches long how each computes with what is divided twice."""
+
+    def configure_optimizers(self: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class Transformer(_OfMomentum, on_two_processes.Transformer):
+    """Has an optimizer of one number an element."""
+
+
+class Mixture(_OfMomentum, on_two_processes.Mixture):
+    """The same with experts."""
+
 
 # The sizes of replicate, shard, tensor, context, pipeline and expert.
 MESHES = {
@@ -29,7 +41,7 @@ MESHES = {
     "1x2x1x1x2": (1, 2, 1, 1, 2), "1x1x2x1x2": (1, 1, 2, 1, 2), "1x4x1x1x1x2": (1, 4, 1, 1, 1, 2),
     "2x2x1x1x1x4": (2, 2, 1, 1, 1, 4), "1x2x2x1x1x2": (1, 2, 2, 1, 1, 2), "1x2x1x2x1x2": (1, 2, 1, 2, 1, 2),
 }  # fmt: skip
-MODULES: dict[str, Callable[[], Transformer]] = {
+MODULES: dict[str, Callable[[], on_two_processes.Transformer]] = {
     name: Mixture if len(sizes) == 6 else Transformer for name, sizes in MESHES.items()
 }
 # Every schedule, and others than the default with shards. Each process has two blocks, and a batch two micro-batches
@@ -78,31 +90,11 @@ def peaks_of(plan: FitPlan) -> dict[int, int]:
     return plan.stages or {plan.measured.process: plan.measured.peak}
 
 
-def one_process(rank: int, port: int, folder: str, *names: str) -> None:
-    # As torchrun starts it.
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "plan",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(PROCESSES),
-        "LOCAL_WORLD_SIZE": str(PROCESSES),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
+def main(folder: str, *names: str) -> None:
     chosen = names or tuple(MESHES)
     measured = {name: first_of_stages(name) for name in chosen}
     on_two_processes.main(folder, strategies(chosen), PROCESSES, PER_MACHINE, MODULES, measured)
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
-    # Imports are most of the time of a short run: the forks find them done.
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=one_process, args=(rank, address[1], *sys.argv[1:])) for rank in range(PROCESSES)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in started))
+    sys.exit(on_two_processes.in_copies(PROCESSES, main, *sys.argv[1:]))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.fsdp  # Before the forks.
+import torch.distributed.tensor.parallel
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
@@ -201,5 +205,27 @@ def _growth(profiler: Any) -> int:
     return min(found)
 
 
+def in_copies(count: int, work: Callable[..., None], *args: Any) -> int:
+    """Call ``work`` in copies of this process, as torchrun starts processes; return the largest exit code."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def one(rank: int) -> None:
+        sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        os.environ |= {name: str(size) for name, size in sizes.items()}
+        os.environ |= {"TORCHELASTIC_RUN_ID": "plan", "MASTER_ADDR": "127.0.0.1"}
+        work(*args)
+
+    # Imports are most of the time of a short run, some of the first trainer: the copies find them done.
+    trainer(devices=1)
+    started = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(count)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in started)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], strategies(), devices=2)
+    sys.exit(in_copies(2, main, sys.argv[1], strategies(), 2))
