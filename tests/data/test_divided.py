@@ -241,11 +241,14 @@ def read(made: Stream, count: int | None = None) -> list[list[int]]:
 
 @pytest.mark.filterwarnings("ignore:.*keeps its share")
 def test_a_stream_goes_on_exactly() -> None:
+    # After one sample, the dataset is further than what was kept of it.
+    counts = ((2, 3), (1, 1))
     for dataset, workers in itertools.product((Shuffled, ByWorker, Stateful), (0, 2)):
         for persistent in (False, True) if workers else (False,):
             options = {"workers": workers, "persistent_workers": persistent}
-            # After one sample, the dataset is further than what was kept of it.
-            for batch_size, count in ((2, 3), (1, 1)):
+            # Workers take time to start: every pair of dataset, kind of worker and count, not all three.
+            only = counts[persistent == (dataset is not Stateful)]
+            for batch_size, count in (only,) if workers else counts:
                 made = stream(dataset, 2, 1, batch_size, **options)
                 read(made)
                 made.set_epoch(2)
