@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
 import pty
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import pytest
 import torch
+from tests.programs import Forked
 
 from hasten.commands import main
 from hasten_tools.demo import cumulative, outcome, text, text_models
@@ -139,31 +136,21 @@ def test_mistakes_are_said_in_a_line(
 def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
     """In a real terminal: the key, not a signal sent by hand."""
     master, slave = pty.openpty()
-
-    def own_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hasten", "demo", "--task", "digits", "--row-seconds", "100"],
-        cwd=tmp_path,
-        stdin=slave,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        preexec_fn=own_terminal,
+    program = (
+        "import fcntl, os, runpy, sys, termios\n"
+        "os.setsid()\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "runpy.run_module('hasten', run_name='__main__', alter_sys=True)\n"
     )
+    process = Forked(("-c", program, "demo", "--task", "digits", "--row-seconds", "100"), stdin=slave, cwd=tmp_path)
     try:
-        assert process.stdout is not None
         # The line comes when that row was measured: the next is being measured.
-        while "plain PyTorch loop: about" not in process.stdout.readline():
-            assert process.poll() is None
+        while "plain PyTorch loop: about" not in (line := process.stdout.readline()):
+            assert line
         os.write(master, b"\x03")
-        _, said = process.communicate(timeout=600)
+        said, _ = process.communicate()
     finally:
         process.kill()
-        process.wait()
         os.close(master)
         os.close(slave)
     assert process.returncode == 130

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.programs import fork_python
+from tests.programs import copying_python, fork_python
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -17,7 +17,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 def run(folder: Path, strategy: str, devices: int = 2, launcher: tuple[str, ...] = ()) -> Path:
     output = folder / "output"
-    done = fork_python(*launcher, PROGRAM, strategy, output, str(devices))
+    # Ranks of torchrun are copies. Those that hasten starts are not: they know the process that started them.
+    copying = copying_python(folder) if launcher else {}
+    done = fork_python(*launcher, PROGRAM, strategy, output, str(devices), **copying)
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 
