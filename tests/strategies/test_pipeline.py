@@ -88,7 +88,8 @@ class Decoder(L.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        # Few operations: torch searches long how each computes with what is divided twice.
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
@@ -129,7 +130,7 @@ def assert_alike(found: Any, expected: Any, folder: Path, name: str) -> None:
         torch.testing.assert_close(value, weights[key], atol=1e-12, rtol=0, msg=f"{name} {key}")
     state = its_trainer.optimizers[0].state_dict()["state"]
     for key, entry in checkpoint["optimizer_states"][0]["state"].items():
-        torch.testing.assert_close(entry["exp_avg"], state[key]["exp_avg"], atol=1e-12, rtol=0)
+        torch.testing.assert_close(entry["momentum_buffer"], state[key]["momentum_buffer"], atol=1e-12, rtol=0)
     assert len(checkpoint["optimizer_states"][0]["state"]) == len(state)
 
 
