@@ -191,6 +191,25 @@ def test_nested_configurations_come_back_readable_by_attribute(config: Any, tmp_
     assert again.hparams.config.optimizer.betas == [0.9, 0.99]
 
 
+def test_dicts_come_back_as_dicts_beside_them(tmp_path: Path) -> None:
+    layers = [{"width": 1, "more": {"a": [1]}}]
+    checkpoint = stored(Nested(Namespace(width=4, optimizer=Namespace(lr=0.5)), [Config(1)]), tmp_path)
+    assert "hyper_parameters_of_dicts" not in checkpoint
+
+    class Plain(Base):
+        def __init__(self, config: Any, layers: Any, sizes: Any = (1, 2)) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    checkpoint = stored(Plain(Namespace(width=4), layers), tmp_path)
+    again = Plain.load_from_checkpoint(tmp_path / "model.ckpt")
+    kinds = [type(each) for each in (again.hparams.layers[0], again.hparams.layers[0]["more"], again.hparams.config)]
+    assert (again.hparams.layers, kinds) == (layers, [dict, dict, AttributeDict])
+    # What a file says there is not trusted.
+    torch.save({**checkpoint, "hyper_parameters_of_dicts": 3}, tmp_path / "model.ckpt")
+    assert Plain.load_from_checkpoint(tmp_path / "model.ckpt").hparams.layers == layers
+
+
 # -- inheritance
 
 

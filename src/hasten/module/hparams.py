@@ -390,6 +390,9 @@ class StoredHyperParameters:
                 entries |= _with_objects(owner, values)
             else:
                 entries[key] = stored
+                dicts = [str(each) for each, value in values.items() if {*map(type, _mappings(value))} == {dict}]
+                if dicts and not is_config:
+                    entries[f"{key}_of_dicts"] = dicts
                 if is_config:
                     entries[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = "DictConfig"
             if left_out and not files.objects_allowed():
@@ -404,6 +407,14 @@ class StoredHyperParameters:
                 )
             entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
         return entries
+
+
+def _mappings(value: Any) -> Iterator[Any]:
+    """Yield the dicts in a value, and whatever else has entries with names, itself among them."""
+    if isinstance(value, Mapping) or _as_mapping(value) is not value:
+        yield value
+    for inner in value.values() if type(value) is dict else value if _sequence_kind(value) is not None else ():
+        yield from _mappings(inner)
 
 
 def _with_objects(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -468,8 +479,11 @@ def construct(
         check_entries(checkpoint, path, training=False)
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     stored = _stored(checkpoint, owner, is_module) if hparams_file is None else _read_hparams(hparams_file)
-    # __init__ may read attributes of a value that was a dataclass, a Namespace or an OmegaConf config.
-    stored = {name: _with_attributes(value) for name, value in stored.items()}
+    if "hasten_version" in checkpoint:
+        # __init__ may read attributes of a value that was a dataclass, a Namespace or an OmegaConf config.
+        plain = checkpoint.get(f"{key}_of_dicts")
+        plain = plain if isinstance(plain, list) else []
+        stored = {name: value if name in plain else _with_attributes(value) for name, value in stored.items()}
     if weights_only is False:
         # Files of earlier versions.
         for name, value in checkpoint.get(f"{key}_pickled", {}).items():
