@@ -35,12 +35,17 @@ class Change(L.Callback):
     def __init__(self, c: Combination) -> None:
         self.c, self.outputs = c, [] if c.change == "callback" else None
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        def skip_epoch(batch: Any, batch_idx: int) -> int | None:
+            return -1 if (trainer.current_epoch, batch_idx) == self.c.change_at else None
+
+        if self.c.change == "skip_epoch":
+            module.on_train_batch_start = skip_epoch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         c = self.c
         if (trainer.current_epoch, batch_idx) != c.change_at:
-            return None
-        if c.change == "skip_epoch":
-            return -1
+            return
         if c.change == "lr":
             trainer.optimizers[0].param_groups[0]["lr"] = 0.03
         elif c.change == "clip":
@@ -77,7 +82,7 @@ class Change(L.Callback):
             module.on_before_optimizer_step = doubling
         elif c.change == "scheduler_off":
             trainer.lr_scheduler_configs.clear()
-        return None
+        return
 
     def note_outputs(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.outputs.append((batch_idx, outputs))
