@@ -390,11 +390,10 @@ class StoredHyperParameters:
                 entries |= _with_objects(owner, values)
             else:
                 entries[key] = stored
-                dicts = [str(each) for each, value in values.items() if {*map(type, _mappings(value))} == {dict}]
-                if dicts and not is_config:
-                    entries[f"{key}_of_dicts"] = dicts
                 if is_config:
                     entries[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = "DictConfig"
+                elif dicts := _of_dicts(values):
+                    entries[f"{key}_of_dicts"] = dicts
             if left_out and not files.objects_allowed():
                 warn_once(
                     f"hparams dropped {name} {left_out}",
@@ -407,6 +406,11 @@ class StoredHyperParameters:
                 )
             entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
         return entries
+
+
+def _of_dicts(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that hold dicts, and nothing else whose entries have names."""
+    return [str(name) for name, value in values.items() if {*map(type, _mappings(value))} == {dict}]
 
 
 def _mappings(value: Any) -> Iterator[Any]:
@@ -480,10 +484,7 @@ def construct(
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     stored = _stored(checkpoint, owner, is_module) if hparams_file is None else _read_hparams(hparams_file)
     if "hasten_version" in checkpoint:
-        # __init__ may read attributes of a value that was a dataclass, a Namespace or an OmegaConf config.
-        plain = checkpoint.get(f"{key}_of_dicts")
-        plain = plain if isinstance(plain, list) else []
-        stored = {name: value if name in plain else _with_attributes(value) for name, value in stored.items()}
+        stored = _readable_by_attribute(stored, checkpoint.get(f"{key}_of_dicts"))
     if weights_only is False:
         # Files of earlier versions.
         for name, value in checkpoint.get(f"{key}_pickled", {}).items():
@@ -657,6 +658,12 @@ def _mapping(checkpoint: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(checkpoint, Mapping):
         check_entries(checkpoint, path, training=False)
     return cast("Mapping[str, Any]", checkpoint)
+
+
+def _readable_by_attribute(stored: dict[str, Any], of_dicts: object) -> dict[str, Any]:
+    """Return values with attributes where they may have had some: a dataclass, a Namespace or an OmegaConf config."""
+    plain = of_dicts if isinstance(of_dicts, list) else []
+    return {name: value if name in plain else _with_attributes(value) for name, value in stored.items()}
 
 
 def _with_attributes(value: Any) -> Any:
