@@ -78,7 +78,7 @@ def has_buffers_not_saved(module: nn.Module) -> bool:
 def take_versions(target: _T, state: object) -> _T:
     """Give ``target`` the versions of modules that a state dict of torch has, if it has any, and return it.
 
-    A module that reads an older version of its own weights asks for them in ``_load_from_state_dict``.
+    ``_load_from_state_dict`` of a module uses its version to convert weights that an older version has saved.
     """
     if (versions := getattr(state, "_metadata", None)) is not None:
         keeper: Any = target

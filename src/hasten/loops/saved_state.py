@@ -662,7 +662,7 @@ class BatchStart:
             return batch
         try:
             return deepcopy(batch)
-        except Exception:  # such as of a handle; that is no reason not to train
+        except Exception:  # A handle cannot be copied, for instance; training goes on without the copy.
             return batch
 
     def _weight_versions(self) -> list[int]:

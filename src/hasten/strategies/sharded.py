@@ -14,15 +14,7 @@ from torch.optim import Optimizer
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.torch_private import ShardedPart, with_versions
-from hasten._lib.tree import (
-    as_bytes,
-    by_kind,
-    is_absent,
-    is_sharded,
-    leaves,
-    map_tensors,
-    parameters_of,
-)
+from hasten._lib.tree import as_bytes, by_kind, is_absent, is_sharded, leaves, map_tensors, parameters_of
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import mapped_tensors
