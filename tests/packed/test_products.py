@@ -93,6 +93,32 @@ def test_backward_within_autocast_stays_in_32_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+# In bfloat16, sequences are padded to a few lengths.
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG, [32, 64, 31, 33]], ids=["short", "long", "multiples"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_in_bfloat16_takes_no_part(causal: bool, lengths: list[int]) -> None:
+    tensors = [each.detach().bfloat16().requires_grad_() for each in inputs(lengths=lengths)]
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    mine, theirs = attend(*tensors, causal=causal, lengths=lengths), by_torch(*exact, causal, lengths)
+    torch.testing.assert_close(mine.double(), theirs, rtol=0.02, atol=0.02)
+    weight = torch.randn_like(mine)
+    found, expected = torch.autograd.grad(mine, tensors, weight), torch.autograd.grad(theirs, exact, weight.double())
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() <= 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_that_is_not_finite_changes_no_other_one(causal: bool) -> None:
+    tensors = [each.detach().bfloat16().requires_grad_() for each in inputs()]
+    expected = torch.autograd.grad(attend(*tensors, causal=causal).sum(), tensors)
+    spoiled = [each.detach().clone() for each in tensors]
+    for each in spoiled:
+        each[: LENGTHS[0]] = torch.nan
+    spoiled = [each.requires_grad_() for each in spoiled]
+    found = torch.autograd.grad(attend(*spoiled, causal=causal).sum(), spoiled)
+    assert all(torch.equal(a[LENGTHS[0] :], b[LENGTHS[0] :]) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_works_in_bfloat16_and_a_compiler_knows_its_shapes(p: float, causal: bool) -> None:
@@ -101,11 +127,12 @@ def test_it_works_in_bfloat16_and_a_compiler_knows_its_shapes(p: float, causal: 
     mine.sum().backward()
     assert mine.dtype is query.grad.dtype is torch.bfloat16
     torch.testing.assert_close(mine.double(), by_torch(*inputs(), False), rtol=0.05, atol=0.05)
-    torch.library.opcheck(
-        torch.ops.hasten.packed_attention,
-        (*(each.detach() for each in inputs()), bounds_of(LENGTHS), p, SCALE, causal),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    for tensors in (inputs(), (query, key, value)):
+        torch.library.opcheck(
+            torch.ops.hasten.packed_attention,
+            (*(each.detach() for each in tensors), bounds_of(LENGTHS), p, SCALE, causal),
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
 def test_its_operations_are_counted_like_those_of_torchs_attention() -> None:

@@ -22,8 +22,12 @@ from hasten.packed.dropout import draw, kept, scale_of
 _BLOCK = 128
 # In tokens. The weights of longer sequences need more memory than they are worth.
 LONGEST = 512
-# Of each group: the number of matrices, and of queries and keys of each.
-_Sizes: TypeAlias = tuple[tuple[int, int, int], ...]
+# In bfloat16, sequences are padded to a multiple of this. oneDNN prepares each product for its shape, which takes 0.25
+# ms and 1 MB, about six times as long as the product itself: a few shapes are prepared once.
+_MULTIPLE = 32
+# Of each group: the number of matrices, of queries and keys of each, and the real lengths of its sequences if any is
+# padded.
+_Sizes: TypeAlias = tuple[tuple[int, int, int, tuple[int, ...]], ...]
 
 
 def are_faster(queries: int, keys: int, dtype: torch.dtype) -> bool:
@@ -53,6 +57,8 @@ class _Scores(NamedTuple):
     shape: torch.Size
     # Keys of this part that a causal mask hides from some of its queries.
     hidden: slice
+    # Matrices, and their first key that is padding.
+    padding: list[tuple[slice, int]]
 
 
 class _Group(NamedTuple):
@@ -80,14 +86,18 @@ class _Group(NamedTuple):
 def _groups(sizes: _Sizes, causal: bool) -> tuple[list[_Group], int]:
     """Return groups of these sizes, and the number of their weights."""
     groups, pairs, query, key = [], 0, 0, 0
-    for matrices, queries, keys in sizes:
+    for matrices, queries, keys, lengths in sizes:
+        heads = matrices // max(len(lengths), 1)
+        # A causal mask hides padding, which comes last, anyway.
+        padding = [] if causal else [(slice(i * heads, (i + 1) * heads), n) for i, n in enumerate(lengths) if n < keys]
         scores = []
         for begin in range(0, queries, _BLOCK if causal else queries):
             end = min(begin + _BLOCK, queries) if causal else queries
             seen = min(end, keys) if causal else keys
             shape = torch.Size((matrices, end - begin, seen))
             place = slice(pairs, pairs + shape.numel())
-            scores.append(_Scores(slice(begin, end), slice(0, seen), place, shape, slice(min(begin, seen), seen)))
+            hidden = slice(min(begin, seen), seen)
+            scores.append(_Scores(slice(begin, end), slice(0, seen), place, shape, hidden, padding))
             pairs = place.stop
         ours, theirs = slice(query, query + matrices * queries), slice(key, key + matrices * keys)
         groups.append(_Group(matrices, ours, theirs, scores))
@@ -110,6 +120,8 @@ def _attend(
             if causal:
                 diagonal = scores[..., part.hidden]
                 diagonal.masked_fill_(torch.ones(diagonal.shape[1:], dtype=torch.bool).triu_(1), -torch.inf)
+            for matrices, length in part.padding:
+                scores[matrices, :, length:].fill_(-torch.inf)
             probabilities = weights[part.weights].view(part.shape)
             torch.softmax(scores, -1, out=probabilities)
             if p:
@@ -155,39 +167,50 @@ class _Order(NamedTuple):
 
     there: Tensor
     back: Tensor
+    # Rows that pad a sequence; copies of its first token.
+    padding: Tensor
     sizes: _Sizes
 
 
 @functools.lru_cache(maxsize=8)
-def _order(bounds: tuple[int, ...], heads: int) -> _Order:
-    """Return the order of ``(tokens, heads)`` rows of sequences with these bounds."""
-    begins: dict[int, list[int]] = {}
+def _order(bounds: tuple[int, ...], heads: int, multiple: int) -> _Order:
+    """Return the order of ``(tokens, heads)`` rows of sequences with these bounds, padded to a multiple of tokens."""
+    found: dict[int, list[tuple[int, int]]] = {}
     for begin, end in pairwise(bounds):
-        begins.setdefault(end - begin, []).append(begin)
-    begins.pop(0, None)
-    parts, sizes = [torch.empty(0, dtype=torch.int64)], []
+        if begin < end:
+            found.setdefault(-(-(end - begin) // multiple) * multiple, []).append((begin, end - begin))
+    nothing = torch.empty(0, dtype=torch.int64)
+    parts, real, sizes = [nothing], [nothing.bool()], []
     # Kept for other calls, so it must not belong to inference mode.
     with torch.inference_mode(False):
-        for length, places in begins.items():
-            tokens = torch.tensor(places)[:, None, None] + torch.arange(length)
+        for length, sequences in found.items():
+            begins, lengths = torch.tensor(sequences)[..., None, None].unbind(1)
+            places = torch.arange(length)
+            tokens = begins + places.where(places < lengths, 0)
             parts.append((tokens * heads + torch.arange(heads)[:, None]).flatten())
-            sizes.append((len(places) * heads, length, length))
-        there = torch.cat(parts)
-        back = torch.empty_like(there)
-        back[there] = torch.arange(len(there))
-    return _Order(there, back, tuple(sizes))
+            real.append((places < lengths).expand(-1, heads, -1).flatten())
+            padded = tuple(each for _, each in sequences) if any(each < length for _, each in sequences) else ()
+            sizes.append((len(sequences) * heads, length, length, padded))
+        there, is_real = torch.cat(parts), torch.cat(real)
+        back = torch.empty(bounds[-1] * heads, dtype=torch.int64)
+        back[there[is_real]] = is_real.nonzero().flatten()
+    return _Order(there, back, (~is_real).nonzero().flatten(), tuple(sizes))
+
+
+def _multiple(dtype: torch.dtype) -> int:
+    return _MULTIPLE if dtype == torch.bfloat16 else 1
 
 
 @torch.library.custom_op("hasten::packed_attention", mutates_args=())
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    order = _order(tuple(bounds.tolist()), query.shape[1])
+    order = _order(tuple(bounds.tolist()), query.shape[1], _multiple(query.dtype))
     q, k, v = (each.flatten(0, 1).index_select(0, order.there) for each in (query, key, value))
     rows, weights, random, threshold = _attend(q, k, v, order.sizes, p, scale, causal)
     # The result shares no memory with ``rows``: backward reads them after the caller may have changed the result.
     result = rows.new_empty((*query.shape[:2], value.shape[2]))
-    torch.index_select(rows, 0, order.back, out=result.view(rows.shape))
+    torch.index_select(rows, 0, order.back, out=result.view(-1, value.shape[2]))
     return result, rows, q, k, v, weights, random, threshold
 
 
@@ -195,8 +218,10 @@ def _packed(
 def _(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v = (each.new_empty((each.shape[0] * each.shape[1], each.shape[2])) for each in (query, key, value))
+    tokens, heads, _ = query.shape
     pairs = torch.library.get_ctx().new_dynamic_size()
+    padded = tokens * heads if _multiple(query.dtype) == 1 else torch.library.get_ctx().new_dynamic_size()
+    q, k, v = (each.new_empty((padded, each.shape[2])) for each in (query, key, value))
     random = query.new_empty(pairs if p else 0, dtype=torch.uint8)
     result = query.new_empty((*query.shape[:2], value.shape[2]))
     return result, query.new_empty(v.shape), q, k, v, query.new_empty(pairs), random, torch.tensor(0)
@@ -207,8 +232,8 @@ def _packed_backward(
     gradient: Tensor, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
     threshold: Tensor, bounds: Tensor, heads: int, p: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    order = _order(tuple(bounds.tolist()), heads)
-    gradient = gradient.flatten(0, 1).index_select(0, order.there)
+    order = _order(tuple(bounds.tolist()), heads, _multiple(query.dtype))
+    gradient = gradient.flatten(0, 1).index_select(0, order.there).index_fill_(0, order.padding, 0)
     center = (gradient * rows).sum(-1, keepdim=True)
     found = _differentiate(
         gradient, center, query, key, value, weights, random, threshold, order.sizes, p, scale, causal
@@ -222,9 +247,7 @@ def _(
     gradient: Tensor, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
     threshold: Tensor, bounds: Tensor, heads: int, *_others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    d_query, d_key, d_value = (
-        each.new_empty((each.shape[0] // heads, heads, each.shape[1])) for each in (query, key, value)
-    )
+    d_query, d_key, d_value = (each.new_empty((*gradient.shape[:2], each.shape[1])) for each in (query, key, value))
     return d_query, d_key, d_value
 
 
@@ -272,7 +295,7 @@ def attend_within(
 
 
 def _sizes_of(query: Tensor, key: Tensor) -> _Sizes:
-    return ((query.shape[0] * query.shape[1], query.shape[2], key.shape[2]),)
+    return ((query.shape[0] * query.shape[1], query.shape[2], key.shape[2], ()),)
 
 
 @torch.library.custom_op("hasten::attention", mutates_args=())
@@ -292,7 +315,7 @@ def _like(query: Tensor, value: Tensor) -> Tensor:
 def _(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     batch, heads, queries, keys = *query.shape[:3], key.shape[2]
     # The batch, and without a causal mask the lengths, may be symbols.
-    pairs = _groups(((1, queries, keys),), causal)[1] if causal else queries * keys
+    pairs = _groups(((1, queries, keys, ()),), causal)[1] if causal else queries * keys
     return _like(query, value), query.new_empty(batch * heads * pairs)
 
 
