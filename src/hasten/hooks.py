@@ -147,8 +147,7 @@ class Hooks:
         self._logged = logged
         # Hooks that a program has defined in its strategy.
         strategy, self._of_strategy = getattr(trainer, "strategy", None), dict[str, list[Call]]()
-        if defined_by_program(strategy, *_FOR_STRATEGY):
-            own = [name for name in _FOR_STRATEGY if defined_by_program(strategy, name)]
+        if own := defined_by_program(strategy, *_FOR_STRATEGY):
             self._of_strategy = {name: [getattr(strategy, name)] for name in own}
         # Wraps each listener, for profilers; set before ``find``.
         self.watch: Callable[[str, Call], Call] | None = None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import copies_in_background, is_host
-from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.checkpoint.background import writer_of
@@ -132,11 +131,9 @@ class Runtime:
         strategy = self.strategy
         self._overridden = detect_overrides(strategy, self.precision)
         # Computes a step: the strategy's engine, with the methods that a program has overridden.
-        self.engine = with_overrides(strategy.engine, strategy, self.precision)
-        self.own_states = own_states(strategy, self.precision)
-        self._saved_by_program = defined_by_program(strategy, "save_checkpoint")
-        self._loaded_by_program = defined_by_program(strategy, "load_checkpoint")
-        self._reduce = strategy.reduce if defined_by_program(strategy, "reduce") else strategy.all_reduce
+        self.engine = with_overrides(strategy.engine, strategy, self.precision, self._overridden)
+        self.own_states = own_states(strategy, self.precision, self._overridden)
+        self._reduce = strategy.reduce if "reduce" in self._overridden.of_strategy else strategy.all_reduce
 
     def detect_overrides(self) -> None:
         """Find methods, and a precision, that a program has set on its strategy since; called before each run."""
@@ -338,7 +335,7 @@ class Runtime:
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
-        if self._saved_by_program and self.strategy.lightning_module is not None:
+        if "save_checkpoint" in self._overridden.of_strategy and self.strategy.lightning_module is not None:
             self.strategy.save_checkpoint(contents, path, storage_options=storage_options)
         else:
             self.strategy.state.write(path, contents, storage_options)
@@ -347,7 +344,7 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
-        if self._loaded_by_program and self.strategy.lightning_module is not None:
+        if "load_checkpoint" in self._overridden.of_strategy and self.strategy.lightning_module is not None:
             return self.strategy.load_checkpoint(path, weights_only=weights_only)
         return self.strategy.state.read(path, map_location, weights_only)
 

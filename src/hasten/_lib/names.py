@@ -94,24 +94,24 @@ def unknown_word(shown: str, word: str, allowed: Iterable[str], otherwise: str) 
     return (f"{shown}: {word!r} is unknown.", hint.strip()) if hint else (f"{shown}:", otherwise)
 
 
-def defined_by_program(obj: object, *methods: str) -> bool:
-    """Return whether a method of hasten's object ``obj`` was replaced: in a subclass of a program, or on the object.
+def defined_by_program(obj: object, *methods: str) -> list[str]:
+    """Return which methods of hasten's object ``obj`` were replaced: in a subclass of a program, or on the object.
 
     Example::
 
         >>> from torch import nn
-        >>> defined_by_program(nn.Linear(2, 2), "forward")
-        True
+        >>> defined_by_program(nn.Linear(2, 2), "forward", "backward")
+        ['forward']
 
     """
-    own = getattr(obj, "__dict__", {})
+    own, kind, found = getattr(obj, "__dict__", {}), type(obj), []
     for name in methods:
-        method = getattr(type(obj), name, None)
+        method = getattr(kind, name, None)
         # is_builtin(method), without a Python call for each method in every fit.
         package = str(getattr(method, "__module__", "")).partition(".")[0]
         if method is not None and (name in own or package not in ROOTS):
-            return True
-    return False
+            found.append(name)
+    return found
 
 
 def has_parameter(function: Callable[..., object], name: str) -> bool:

@@ -329,7 +329,7 @@ def is_followed(trainer: Trainer) -> bool:
     of_strategy = ("save_checkpoint", "remove_checkpoint")
     if defined_by_program(trainer, "save_checkpoint") or defined_by_program(trainer.strategy, *of_strategy):
         return True
-    return True in [defined_by_program(logger, "after_save_checkpoint") for logger in trainer.loggers]
+    return any(defined_by_program(logger, "after_save_checkpoint") for logger in trainer.loggers)
 
 
 def link(target: str, path: str) -> None:

@@ -120,7 +120,10 @@ class StageData:
         # A process without batches takes part in the reductions of the others.
         if not loads and not self.loaded:
             return False
-        return not self._several_processes and not any(self.limits)
+        if self._several_processes:
+            return False
+        streams = self.load() if self._streams is None else self._streams
+        return self.most_batches == 0 or not any(map(self._limited, streams))
 
     @property
     def is_switched_off(self) -> bool:
@@ -169,7 +172,8 @@ class StageData:
     @property
     def limit(self) -> float:
         """Number of batches of the epoch on all processes; infinite when unknown."""
-        return min(self.limits[0], self.agreed_limit)
+        streams = self.load() if self._streams is None else self._streams
+        return min(self._limited(streams[0]), self.most_batches, self.agreed_limit)
 
     def all_limits(self) -> list[float]:
         """Return the number of batches of every single loader, also of joined loaders, and in a sanity check."""
@@ -500,7 +504,9 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
         found += [run.module] if overrides(run.module, DataHooks, name) else []
         return getattr(found[0], name) if found else None
 
-    before, move, after = map(hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"))
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    changed = True in [overrides(owner, DataHooks, name) for owner in present for name in names]
+    before, move, after = map(hook, names) if changed else (None, None, None)
     to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
     strategy = run.runtime.strategy
     if defined_by_program(strategy, "batch_to_device"):

@@ -7,7 +7,7 @@ overridden; a run with such methods has another engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -277,36 +277,41 @@ class ProgramMethods:
 # -- which methods a program has overridden
 
 _OF_BACKWARD = ("pre_backward", "backward", "post_backward")
-_OF_PRECISION = (*_OF_BACKWARD, "optimizer_step", "clip_gradients")
-_OF_STRATEGY = ("optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
+# Of a step; ``with_overrides`` calls them.
+_STEP_OF_STRATEGY = {*_OF_BACKWARD, "optimizer_step"}
+_STEP_OF_PRECISION = {*_STEP_OF_STRATEGY, "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"}
 # What gives a state for checkpoints.
-_OF_CHECKPOINT = ("lightning_module_state_dict", "optimizer_state")
+_OF_CHECKPOINT = {"lightning_module_state_dict", "optimizer_state"}
+_OF_STRATEGY = (*_STEP_OF_STRATEGY, *_OF_CHECKPOINT, "reduce", "save_checkpoint", "load_checkpoint")
+_OF_PRECISION = (*_STEP_OF_PRECISION, "state_dict")
 
 
-def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:
-    """Return which methods of a step a program has overridden; equal results need the same engine."""
-    of_precision = [defined_by_program(precision, name) for name in _OF_PRECISION]
-    of_strategy = [defined_by_program(strategy, name) for name in (*_OF_STRATEGY, *_OF_CHECKPOINT)]
-    of_state = defined_by_program(precision, "state_dict")
-    return (*of_precision, *of_strategy, of_state, defined_by_program(strategy, *_OF_BACKWARD))
+class Overrides(NamedTuple):
+    """The methods that a program has overridden, by name."""
+
+    of_strategy: list[str]
+    of_precision: list[str]
 
 
-def own_states(strategy: ProgramMethods, precision: Precision) -> dict[str, Callable[..., Any]]:
+def detect_overrides(strategy: ProgramMethods, precision: Precision) -> Overrides:
+    """Return which methods a program has overridden; equal results need the same engine."""
+    return Overrides(defined_by_program(strategy, *_OF_STRATEGY), defined_by_program(precision, *_OF_PRECISION))
+
+
+def own_states(strategy: ProgramMethods, precision: Precision, found: Overrides) -> dict[str, Callable[..., Any]]:
     """Return the methods of a program that give states for checkpoints, by name."""
-    names = [name for name in _OF_CHECKPOINT if defined_by_program(strategy, name)]
-    found = {name: getattr(strategy, name) for name in names}
-    return found | ({"state_dict": precision.state_dict} if defined_by_program(precision, "state_dict") else {})
+    own: dict[str, Callable[..., Any]] = {
+        name: getattr(strategy, name) for name in _OF_CHECKPOINT.intersection(found.of_strategy)
+    }
+    return own | ({"state_dict": precision.state_dict} if "state_dict" in found.of_precision else {})
 
 
-def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision) -> StepEngine:
+def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision, found: Overrides) -> StepEngine:
     """Return an engine that calls the methods that a program has overridden; ``engine`` itself if there are none.
 
     The engine that calls them is found by an entry point.
     """
-    if not (
-        defined_by_program(precision, *_OF_PRECISION, "clip_grad_by_norm", "clip_grad_by_value")
-        or defined_by_program(strategy, *_OF_BACKWARD, "optimizer_step")
-    ):
+    if _STEP_OF_STRATEGY.isdisjoint(found.of_strategy) and _STEP_OF_PRECISION.isdisjoint(found.of_precision):
         return engine
     purpose = f"A step with methods of {type(strategy).__name__} or {type(precision).__name__}"
     make: Callable[..., StepEngine] = load("hasten.trainer", "program_engine", purpose=purpose)

@@ -38,11 +38,10 @@ class ProgramEngine(_Engine):
 
     def __init__(self, inner: StepEngine, strategy: ProgramMethods, precision: Precision) -> None:
         self._inner, self._owner, self._precision = inner, strategy, precision
-        self._precision_steps = defined_by_program(precision, "optimizer_step")
-        self.steps_by_program = self._precision_steps or defined_by_program(strategy, "optimizer_step")
-        self.clips_by_program = defined_by_program(
-            precision, "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"
-        )
+        self._precision_steps = bool(defined_by_program(precision, "optimizer_step"))
+        self.steps_by_program = self._precision_steps or bool(defined_by_program(strategy, "optimizer_step"))
+        clips = defined_by_program(precision, "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
+        self.clips_by_program = bool(clips)
         # Computes gradients if neither strategy nor precision does.
         self._inner_backward: Callable[..., None] = inner.backward
         self._overrides_precision = defined_by_program(precision, *_OF_BACKWARD)
