@@ -136,6 +136,7 @@ _TABLES = (b'"' + b"a" * 200_000 + b"\n", b"loss,step\n\xff\xfe,1\n")
 _DOCUMENTS = (
     *(("hparams.yaml", text) for text in (b"[", b"a: !!python/object/apply:os.mkdir [ran]", b"\xb4", b"\tb: 1")),
     *(("hparams.yaml", text) for text in (b"a: 2026-99-99", b"a: !!timestamp x", b"[" * 400, b"---\n---")),
+    ("hparams.yaml", b"width: "),
     *(("hparams.csv", text) for text in (b"a: |\n |", b"key,value\na,[", b"key,value\na,1,2")),
     *(("tags.csv", text) for text in (b"\x7f\na: [1, ", b"\xff\xff", b"- 1\nx")),
 )

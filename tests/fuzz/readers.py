@@ -149,7 +149,7 @@ def check_document(case: tuple[str, bytes]) -> None:
             read()
         except (ValueError, TypeError, RuntimeError) as error:
             # Hyper-parameters that the model does not take, or the weights do not fit.
-            text = str(error)
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
             if not any(word in text for word in (name, "Classifier", "Linear", "dropout", "weights.ckpt")):
                 raise Found(f"hparams: the file is not named: {where(error)}", f"{shown}\n  {error!r}") from error
         except Exception as error:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from hasten._lib.errors import MisconfigurationRuntimeError, make_error
+from hasten._lib.errors import MisconfigurationRuntimeError, add_note, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import AttributeDict as AttributeDict
@@ -506,7 +506,12 @@ def construct(
                     f"file as you would trust a program. {how_to_allow(names)}"
                 ),
             )
-        made = cls(**arguments)
+        try:
+            made = cls(**arguments)
+        except Exception as error:
+            what = f"{cls.__name__} was made with the hyper-parameters in {str(hparams_file or path)!r}."
+            add_note(error, what, fix="Pass others by name, as load_from_checkpoint(path, name=...).")
+            raise
     if is_module:
         _restore_module(made, checkpoint, path, strict, cls.__name__)
     elif (state := checkpoint.get(cls.__qualname__)) is not None:
