@@ -39,6 +39,7 @@ PAGES = {
 # How much a page counts in the search, by the beginning of its path: guides before what is looked up.
 BOOST = {
     "guides/": 4.0,
+    "start/": 2.0,
     "speed.md": 4.0,
     "speed/out_of_memory.md": 4.0,
     "scaling.md": 4.0,
@@ -95,6 +96,9 @@ MOVED = {
     "guides/checkpoints.html#use-the-weights": "guides/checkpoints.html#load-a-model",
     "guides/many_devices.html#before-you-rent-the-machine": "guides/many_devices.html#before-you-use-many-gpus",
     "reliability.html#the-loop-costs-almost-nothing": "reliability.html#the-loop-adds-little-overhead",
+    "cookbook/training.html#stop-when-the-loss-no-longer-improves": (
+        "cookbook/training.html#stop-early-when-the-loss-no-longer-improves"
+    ),
     "architecture.html#how-to-add": "where_things_are.html#how-to-add",
     "architecture.html#where-an-argument-is-implemented": "where_things_are.html#where-an-argument-is-implemented",
     "architecture.html#glossary": "where_things_are.html#glossary",
@@ -471,6 +475,12 @@ def _table(found: re.Match[str]) -> str:
     if "data-rows" in marks or "data-lines" in marks:
         numbers = iter(range(body.count("<td")))
         body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)
+    # The heading of a group of rows is as wide as the table.
+    body = re.sub(
+        r"<td([^>]*>\s*<strong>(?:(?!</td>).)*</strong>\s*</td>)(?:\s*<td[^>]*></td>)+(?=\s*</tr>)",
+        rf'<td colspan="{len(labels)}"\1',
+        body,
+    )
     return f"<table{marks}>{head}<tbody>{body}</table>" if body else found[0]
 
 

@@ -89,6 +89,8 @@ QUESTIONS = {
     "notebook": ("guides/notebook_to_cluster",),
     "lightning programs": ("compat",),
     "leave": ("eject",),
+    "stop early": ("cookbook/training", "guides/callbacks"),
+    "bf16": ("guides/precision", "speed/precision"),
 }
 
 
