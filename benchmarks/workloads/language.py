@@ -1,4 +1,4 @@
-"""A causal language model of 10.7 M parameters on the bytes of Python's own library: sources with their docstrings."""
+"""A causal language model of 10.9 M parameters on the bytes of Python's own library: sources with their docstrings."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Language(Workload):
     """Eight windows of 256 bytes a step; none is padded."""
 
     name = "language"
-    title = "GPT (10.8 M parameters) on the bytes of Python's library, batches of 8 x 256"
+    title = "GPT (10.9 M parameters) on the bytes of Python's library, batches of 8 x 256"
     goal, goal_text, smaller_is_better = 3.25, "3.25 nats a byte on other files", True
     batch_size, learning_rate = 8, 4e-4
     max_steps, turn_steps, quick_steps = 100, 10, 3
