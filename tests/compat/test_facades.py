@@ -11,6 +11,7 @@ import sys
 from abc import ABC
 from collections.abc import Iterator
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def test_classes_have_the_parameters_of_lightning() -> None:
     wrong = {}
     for full_name, parameters in signatures().items():
         module, _, name = full_name.rpartition(".")
-        ours = written(getattr(importlib.import_module(module), name))
+        kind = getattr(importlib.import_module(module), name)
+        if inspect.isclass(kind) and issubclass(kind, Enum):
+            continue  # Their parameters are Python's, and differ with its version.
+        ours = written(kind)
         if ours != parameters:
             wrong[full_name] = f"{ours}\n    instead of\n{parameters}"
     assert wrong == {}

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ MODULES = (
 
 def signature_of(function: Any) -> str:
     """Return the parameters and their defaults, without annotations, addresses and the modules where classes live."""
+    if inspect.isclass(function) and issubclass(function, Enum):
+        return "(value)"  # The other parameters are Python's, and differ with its version.
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

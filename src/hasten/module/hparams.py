@@ -506,17 +506,24 @@ def construct(
                     f"file as you would trust a program. {how_to_allow(names)}"
                 ),
             )
-        try:
+        with _named_in_errors(cls.__name__, str(hparams_file or path)):
             made = cls(**arguments)
-        except Exception as error:
-            what = f"{cls.__name__} was made with the hyper-parameters in {str(hparams_file or path)!r}."
-            add_note(error, what, fix="Pass others by name, as load_from_checkpoint(path, name=...).")
-            raise
     if is_module:
         _restore_module(made, checkpoint, path, strict, cls.__name__)
     elif (state := checkpoint.get(cls.__qualname__)) is not None:
         cast("Any", made).load_state_dict(state)
     return cast("T", made)
+
+
+@contextmanager
+def _named_in_errors(name: str, path: str) -> Iterator[None]:
+    """Name the file whose hyper-parameters a class takes, if it raises."""
+    try:
+        yield
+    except Exception as error:
+        what = f"{name} was made with the hyper-parameters in {path!r}."
+        add_note(error, what, fix="Pass others by name, as load_from_checkpoint(path, name=...).")
+        raise
 
 
 def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: bool | None, name: str) -> None:

@@ -31,7 +31,7 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.resume.order import Rest
 from hasten.data.resume.workers import StateCollate, UnpackingIterator, WorkerInit, WorkerStates
-from hasten.extend.frames import file_of
+from hasten.extend.frames import arguments_of, file_of, name_of
 from hasten.extend.origin import full_name
 from hasten.machine.signals import LeaveRun, StopRequests
 from hasten.seed import collect_rng_state, generator_state, restore_rng_state, set_generator_state
@@ -246,10 +246,13 @@ class InProcessSource(_DataLoaderSource):
         return state
 
     def describe(self, error: Exception, number: int) -> str:
-        found = None
+        found, in_fetcher = None, False
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if file_of(frame).endswith(os.path.join("data", "_utils", "fetch.py")):
-                found = frame.f_locals.get("idx", found)
+            if found is None and in_fetcher and name_of(frame) == "__getitem__":
+                # From Python 3.12 on, the fetcher's comprehension has no frame of its own.
+                found = next(iter(arguments_of(frame).values()), None)
+            in_fetcher = file_of(frame).endswith(os.path.join("data", "_utils", "fetch.py"))
+            found = frame.f_locals.get("idx", found) if in_fetcher else found
         return self._place(number) + ("" if found is None else f", sample {found}")
 
 
