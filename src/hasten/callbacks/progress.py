@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
+# In Lightning it is a package; ``hasten.extend.moved`` knows its modules.
+__path__: list[str] = []
+
 # A bar is drawn at most this often: the eye sees no more, and a step must not pay for it.
 REFRESH_SECONDS = 0.1
 
