@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import hasten as L
 from hasten.callbacks import BasePredictionWriter
@@ -47,6 +48,24 @@ def test_each_sample_is_predicted_although_the_loader_drops_the_last_batch() -> 
     assert len(dropping) == 2
     trainer.validate(model, dropping, verbose=False)
     assert trainer.num_val_batches == [2]
+
+
+class Backwards(BatchSampler):
+    """Batches in the reverse order; it needs an argument of its own."""
+
+    def __init__(self, samples: Iterable[int], size: int, *, step: int) -> None:
+        super().__init__(samples, size, drop_last=True)
+        self.step = step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([*super().__iter__()][:: self.step])
+
+
+def test_each_sample_is_predicted_although_a_batch_sampler_drops_the_last_batch() -> None:
+    trainer, batches = quiet(), Backwards(range(10), 4, step=-1)
+    predictions = trainer.predict(Predicts(), DataLoader(dataset(10), batch_sampler=batches))
+    assert predictions == [(0, 0), (0, 1), (0, 2)]
+    assert len(batches) == 2
 
 
 def test_hooks_of_prediction() -> None:

@@ -183,6 +183,13 @@ def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
 # -- in this process; rich on a terminal that is a string
 
 
+@pytest.fixture(autouse=True)
+def _console_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what ``console_kwargs`` changes."""
+    console = rich.get_console()
+    monkeypatch.setattr(console, "__dict__", dict(vars(console)))
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -357,6 +364,46 @@ def test_columns_and_colours_can_be_chosen() -> None:
     assert "\x1b[32m4/4\x1b[0m" in terminal.getvalue()
 
 
+def test_what_is_printed_with_rich_stands_above_the_bar() -> None:
+    terminal = Terminal()
+    bar = rich_bar(terminal)
+    says = LambdaCallback(on_train_batch_end=lambda *_: rich.print("a line of rich"))
+    quiet(callbacks=[bar, says], enable_progress_bar=True).fit(Scripted(val=[1.0]), BATCHES, [torch.zeros(2, 1)])
+    lines = screen(terminal.getvalue())
+    assert lines.count("a line of rich") == 4
+    assert lines[-1].startswith("Epoch 1/1")
+
+
+def test_a_subclass_can_show_a_task_of_its_own() -> None:
+    """As classes written for Lightning do, which override the hooks of the bar."""
+    sanity = []
+
+    class Own(RichProgressBar):
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: object) -> None:
+            self.train_progress_bar_id = self._add_task(self.total_train_batches, f"My epoch {trainer.current_epoch}")
+            self.refresh()
+
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *arguments: Any) -> None:
+            self._update(self.train_progress_bar_id, arguments[-1] + 1)
+            self._update_metrics(trainer, module)
+            self.refresh(hard=True)
+
+        def on_validation_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+            super().on_validation_batch_end(trainer, *arguments)
+            if trainer.sanity_checking:
+                sanity.append((self.val_sanity_progress_bar_id, self.val_sanity_check_bar.total))
+
+        def on_sanity_check_end(self, *_: object) -> None:
+            self._update(self.val_sanity_progress_bar_id, 1, visible=False)
+            super().on_sanity_check_end()
+
+    terminal = Terminal()
+    fit(rich_bar(terminal, Own), max_epochs=2)
+    shown = re.findall(r"(My epoch \d) .* 4/4 .* loss", "\n".join(screen(terminal.getvalue())))
+    assert shown == ["My epoch 0", "My epoch 1"]
+    assert sanity == [(0, 1)]
+
+
 def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("hasten.callbacks.rich_progress.installed", lambda name: False)
     fit(RichProgressBar(console_kwargs={"force_jupyter": True}))
@@ -421,7 +468,7 @@ class TestBoth:
         read = LambdaCallback(
             on_train_batch_end=lambda *_: names.update(thread.name for thread in threading.enumerate())
         )
-        quiet(callbacks=[bar, read], enable_progress_bar=True).fit(Scripted(), BATCHES)
+        quiet(callbacks=[bar, read], enable_progress_bar=True).fit(Scripted(val=[1.0]), BATCHES, [torch.zeros(2, 1)])
         assert names == before
         fit(bar)  # in a Trainer that can be pickled too
         bar._next_refresh = time.monotonic() + 1000
@@ -470,7 +517,7 @@ def test_a_resumed_epoch_does_not_count_what_was_done_before() -> None:
     # Ten steps, and not 910, in ten seconds; less where this test was held up.
     assert 0 < float(speed_text(opened.task).removesuffix("it/s")) <= 1
     assert opened.initial == 900
-    bar._stop()
+    bar._stop_progress()
 
 
 @pytest.mark.parametrize(

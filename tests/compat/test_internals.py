@@ -246,7 +246,8 @@ def test_small_things(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _convert_fp_tensor(converted, torch.half).dtype is torch.half
 
 
-def test_a_rich_bar_that_makes_its_own_display() -> None:
+def test_a_rich_bar_that_makes_its_own_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rich
     from lightning.pytorch.callbacks.progress.rich_progress import (
         BatchesProcessedColumn,
         CustomBarColumn,
@@ -279,6 +280,7 @@ def test_a_rich_bar_that_makes_its_own_display() -> None:
 
     terminal = io.StringIO()
     console = {"file": terminal, "force_terminal": True, "width": 120, "color_system": None, "legacy_windows": False}
+    monkeypatch.setattr(rich.get_console(), "__dict__", dict(vars(rich.get_console())))
     bar = Own(console_kwargs=console)
     quiet(max_epochs=1, limit_train_batches=2, enable_progress_bar=True, callbacks=[bar]).fit(Logs())
     assert re.search(r"stage 0 .*2/2 .*it/s .*x: 1\.2", terminal.getvalue())

@@ -141,8 +141,14 @@ def test_imports_that_name_hasten_where_they_named_lightning_work() -> None:
         "from hasten.pytorch.callbacks import ModelCheckpoint\n"
         "from hasten.pytorch.callbacks.early_stopping import EarlyStopping\n"
         "from hasten.pytorch.utilities.rank_zero import rank_zero_only\n"
+        "from hasten.pytorch.callbacks.progress.rich_progress import RichProgressBar, RichProgressBarTheme\n"
+        "from hasten.callbacks.progress.tqdm_progress import TQDMProgressBar\n"
+        "from hasten.callbacks.progress.rich_progress import RichProgressBarTheme as Theme\n"
+        "from hasten.callbacks.progress.progress_bar import ProgressBar\n"
         "assert pl.Trainer is L.Trainer and L.pytorch.callbacks.ModelCheckpoint is L.callbacks.ModelCheckpoint\n"
         "assert (ModelCheckpoint, EarlyStopping) == (L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping)\n"
+        "assert (RichProgressBar, TQDMProgressBar) == (L.callbacks.RichProgressBar, L.callbacks.TQDMProgressBar)\n"
+        "assert ProgressBar is L.callbacks.ProgressBar and RichProgressBarTheme is Theme\n"
         "assert DDPStrategy is L.strategies.DDPStrategy and rank_zero_only is L.utilities.rank_zero_only\n"
     )
     result = fork_python("-c", program)
@@ -198,6 +204,7 @@ def test_public_names_of_engines_stay_in_the_packages_of_the_core(package: str, 
             "from hasten.pytorch.callbacks.model_checkpoint import ModelCheckpoint",
             "from hasten.callbacks import ModelCheckpoint",
         ),
+        ("from hasten.callbacks.progress import RichProgressBar", "from hasten.callbacks import RichProgressBar"),
         ("from hasten.pytorch import Traner", "from hasten import Trainer"),
         ("from hasten.pytorch.core import LightningModule", "from hasten;"),
     ],

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
+# In Lightning it is a package; ``hasten.extend.moved`` knows its modules.
+__path__: list[str] = []
+
 # A bar is drawn at most this often: the eye sees no more, and a step must not pay for it.
 REFRESH_SECONDS = 0.1
 
@@ -178,7 +181,8 @@ def _bar_property(name: str, read: Callable[[DrawnProgressBar], Any], doc: str |
     return property(read, lambda self, bar: self._bars.__setitem__(name, bar), doc=doc)
 
 
-def _bar_of(name: str, stage: str) -> Any:
+def bar_of(name: str, stage: str) -> Any:
+    """Return the property of the bar of a stage."""
     return _bar_property(name, lambda self: self._public_bar(self._bar(name)), f"The bar of {stage}.")
 
 
@@ -199,10 +203,10 @@ class DrawnProgressBar(ProgressBar):
     _every = 1
     _refresh_seconds = REFRESH_SECONDS
 
-    train_progress_bar: Any = _bar_of("train", "training")
-    val_progress_bar: Any = _bar_of("val", "validation")
-    test_progress_bar: Any = _bar_of("test", "the test")
-    predict_progress_bar: Any = _bar_of("predict", "prediction")
+    train_progress_bar: Any = bar_of("train", "training")
+    val_progress_bar: Any = bar_of("val", "validation")
+    test_progress_bar: Any = bar_of("test", "the test")
+    predict_progress_bar: Any = bar_of("predict", "prediction")
     # The names that subclasses written for Lightning read and set; None without a bar.
     _train_progress_bar: Any = _bar_or_none("train")
     _val_progress_bar: Any = _bar_or_none("val")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed, need
-from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf, epoch_text
+from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, bar_of, convert_inf, epoch_text
 from hasten.callbacks.progress_line import LineState, ProgressLine
 from hasten.callbacks.tqdm_bar import Tqdm
 from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
-    from rich.progress import ProgressColumn, Task
+    from rich.progress import ProgressColumn, Task, TaskID
     from rich.style import Style
 
     from hasten.module import LightningModule
@@ -62,9 +63,14 @@ class RichProgressBarTheme:
 
 
 def _task_id(name: str, stage: str) -> Any:
+    def show_task(self: RichProgressBar, task_id: TaskID | None) -> None:
+        if task_id is not None and isinstance(bar := self._bars.get(name), RichBar):
+            bar.show_task(task_id)
+
     return property(
         lambda self: getattr(self._bars.get(name), "id", None),
-        doc=f"The id of the rich task of {stage}; None if there is none.",
+        show_task,
+        doc=f"The id of the rich task of {stage}; None if there is none. Set it to show a task of your own.",
     )
 
 
@@ -75,7 +81,7 @@ class RichProgressBar(DrawnProgressBar):
         refresh_rate: refreshes a second, at most; 0 for no bar.
         leave: keep the bar of each epoch in the terminal.
         theme: the styles.
-        console_kwargs: for ``rich.console.Console``.
+        console_kwargs: for ``rich.reconfigure``, which changes the console of ``rich.print``.
 
     Raises:
         MisconfigurationException: ``refresh_rate`` is out of range.
@@ -89,6 +95,9 @@ class RichProgressBar(DrawnProgressBar):
     """
 
     train_progress_bar_id: Any = _task_id("train", "training")
+    # The sanity check has the bar of validation.
+    val_sanity_progress_bar_id: Any = _task_id("val", "the sanity check")
+    val_sanity_check_bar: Any = bar_of("val", "the sanity check")
     val_progress_bar_id: Any = _task_id("val", "validation")
     test_progress_bar_id: Any = _task_id("test", "the test")
     predict_progress_bar_id: Any = _task_id("predict", "prediction")
@@ -167,13 +176,18 @@ class RichProgressBar(DrawnProgressBar):
         # rich replaces stdout while a bar is shown, and puts whole lines above it.
         print(*args, sep=sep, **{"flush": self._progress_stopped, **kwargs})  # type: ignore[call-overload]
 
+    def refresh(self, hard: bool = False) -> None:
+        """Draw what has changed, if it is time or ``hard``."""
+        if self.progress is not None and (hard or time.monotonic() >= self._next_refresh):
+            self.progress.refresh()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop()
+        self._stop_progress()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close all bars, so that the terminal is usable."""
         super().on_exception(trainer, pl_module, exception)
-        self._stop()
+        self._stop_progress()
 
     # -- internal functions
 
@@ -198,10 +212,15 @@ class RichProgressBar(DrawnProgressBar):
 
     def _start_display(self) -> None:
         """Start showing bars."""
-        from rich.console import Console
+        from rich import get_console, reconfigure
 
-        if self._console is None:
-            self._console = Console(**self._console_kwargs)
+        # The console of ``rich.print``: on another one, what programs print with rich would overwrite the bar.
+        if self._console_kwargs:
+            reconfigure(**self._console_kwargs)
+        self._console = get_console()
+        if not hasattr(self._console, "_live_stack"):
+            # Before rich 14.1 a console has one display only, and a second one is an error.
+            self._console.clear_live()
         self._init_progress(self.trainer)
         self._progress_stopped = self.progress is None
 
@@ -221,16 +240,37 @@ class RichProgressBar(DrawnProgressBar):
         )
         self.progress.start()
 
+    # What subclasses of programs for Lightning call.
+
     def _reset_progress_bar_ids(self) -> None:
         """Do nothing: the ids belong to the bars that are shown."""
+
+    def _add_task(self, total_batches: float, description: str, visible: bool = True) -> TaskID:
+        fields = {"metrics": {}, "initial": 0}
+        task_id: TaskID = self.progress.add_task(
+            description, total=convert_inf(total_batches), visible=visible, **fields
+        )
+        return task_id
+
+    def _update(self, progress_bar_id: TaskID | None, current: int, visible: bool = True, hard: bool = False) -> None:
+        if self.progress is None or self.is_disabled or progress_bar_id is None:
+            return
+        for bar in self._shown:
+            if bar.id == progress_bar_id:
+                bar.n = current
+        self.progress.update(progress_bar_id, completed=current, visible=visible)
+        self.refresh(hard=hard)
+
+    def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show_train_state(trainer, pl_module)
 
     def _ended(self, bar: RichBar) -> None:
         """Stop the display with its last bar, so that later output is printed below it."""
         self._shown.remove(bar)
         if not self._shown:
-            self._stop()
+            self._stop_progress()
 
-    def _stop(self) -> None:
+    def _stop_progress(self) -> None:
         self._redirected.close()
         self._shown.clear()
         if not self._progress_stopped:
@@ -281,7 +321,8 @@ class RichBar:
         self._draws = line is None
         if shows_fit:
             self.line_state = line.line_state if isinstance(line, ProgressLine) else LineState()
-        self.id = owner.progress.add_task(description, total=None, metrics={}, initial=0, visible=False)
+        # None where rich has it no longer.
+        self.id: Any = owner.progress.add_task(description, total=None, metrics={}, initial=0, visible=False)
 
     @property
     def _progress(self) -> Any:
@@ -293,6 +334,11 @@ class RichBar:
         """Rich's task of this bar."""
         tasks: list[Task] = self._owner.progress.tasks
         return next(task for task in tasks if task.id == self.id)
+
+    def show_task(self, task_id: TaskID) -> None:
+        """Show another task of rich instead."""
+        self.id = task_id
+        self.n, self.total, self._description = int(self.task.completed), self.task.total, self.task.description
 
     @property
     def initial(self) -> int:
@@ -376,6 +422,7 @@ class RichBar:
             progress.stop_task(self.id)
         else:
             progress.remove_task(self.id)
+            self.id = None
         self._owner._ended(self)
 
 

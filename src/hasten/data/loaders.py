@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import reprlib
 from collections.abc import Iterable
@@ -96,10 +97,12 @@ def prepare(
 
 def _undropped(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader that reads the last batch too: each sample has its prediction."""
-    batches = loader.batch_sampler
-    if type(batches) is not BatchSampler or not batches.drop_last:
+    batches: Any = loader.batch_sampler
+    if isinstance(batches, PlannedBatches) or not getattr(batches, "drop_last", False):
         return loader
-    whole = BatchSampler(batches.sampler, batches.batch_size, drop_last=False)
+    # A copy, because a class of the program may have further arguments.
+    whole = copy.copy(batches)
+    whole.drop_last = False
     return with_attributes(loader, batch_sampler=whole, drop_last=False)
 
 

@@ -16,10 +16,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# The packages of ``lightning`` in which hasten's have other places, under ``hasten``. Not all their modules are there.
+# The packages and modules of ``lightning`` that hasten has in other places. Not all modules of a package are there.
 _OF_LIGHTNING = {
     "hasten.pytorch": "hasten",
     **{f"hasten.fabric.{name}": f"hasten.{name}" for name in ("accelerators", "plugins", "strategies", "utilities")},
+    "hasten.callbacks.progress.rich_progress": "hasten.callbacks.rich_progress",
+    **{f"hasten.callbacks.progress.{name}": "hasten.callbacks.progress" for name in ("progress_bar", "tqdm_progress")},
 }
 
 # The package that has the modules now, by a module's old name. Modules below a name have moved with it.
