@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
@@ -224,6 +225,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def lose_a_part(path: Path) -> None:
+    stored = torch.load(path, weights_only=True)
+    layout = json.loads(stored["tensors"])
+    next(iter(layout.values()))["chunks"].pop()
+    torch.save({**stored, "tensors": json.dumps(layout)}, path)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -233,6 +241,7 @@ def flip(path: Path) -> None:
         ("__0_0.distcp", flip, "__0_0.distcp differs from what was written"),
         ("meta.pt", Path.unlink, "meta.pt is missing"),
         ("meta.pt", cut, "meta.pt is damaged"),
+        ("meta.pt", lose_a_part, "the layout of .* makes no sense"),
         ("meta.pt", lambda path: torch.save({"epoch": 1}, path), "was not written by hasten"),
     ],
 )

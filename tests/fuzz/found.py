@@ -190,7 +190,11 @@ _FOLDERS: tuple[tuple[tuple[Any, ...], Any], ...] = (
     (("tensors", "state_dict.w", "shape", 0), -1),
     (("tensors", "state_dict.w", "shape", 0), True),
     (("contents", "state_dict"), 2),
+    (("files", "__0_0.distcp", 0), -math.inf),
+    (("tensors", "state_dict.w", "chunks"), []),
 )
+# Two changes at once.
+_FOLDERS_TWICE = [(("tensors", "state_dict.b", "chunks"), {}), (("tensors", "state_dict.b", "shape"), {})]
 
 
 def _pickles() -> Iterator[tuple[str, bytes]]:
@@ -226,5 +230,6 @@ ROWS = [
     *(Row("entries", [one]) for one in _ENTRIES),
     *(Row("pickles", one) for one in _pickles()),
     *(Row("folders", [one]) for one in _FOLDERS),
+    Row("folders", _FOLDERS_TWICE),
     *(Row("eject", one) for one in _EJECTED),
 ]

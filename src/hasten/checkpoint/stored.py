@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping
@@ -77,7 +78,7 @@ class Folder:
                 name: (int(size), int(checksum)) for name, (size, checksum) in stored["files"].items()
             }
             problem = missing(self._shards, self._sums) or _misfit(self.layout, self._sums)
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             problem = f"{CONTENTS_FILE} makes no sense ({type(error).__name__}: {error})"
         if problem is not None:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
@@ -166,7 +167,9 @@ def _misfit(layout: Mapping[str, Mapping[str, Any]], files: Mapping[str, Any]) -
     """Return a tensor that is not in the files, or has no shape or type; None if all are."""
     for key, tensor in layout.items():
         is_type = isinstance(getattr(torch, tensor["dtype"], None), torch.dtype)
-        is_type &= all(type(size) is int and size >= 0 for size in tensor["shape"])
+        is_type &= type(tensor["shape"]) is list and all(type(size) is int and size >= 0 for size in tensor["shape"])
+        # Of a part that is in no file, the tensor would have what was in memory before.
+        is_type &= math.prod(tensor["shape"]) <= sum(math.prod(sizes) for _, sizes, *_ in tensor["chunks"])
         for offsets, sizes, file, start, length in tensor["chunks"]:
             torch.Size([*offsets, *sizes])
             is_type &= len(offsets) == len(sizes) == len(tensor["shape"]) and os.path.basename(file) in files
