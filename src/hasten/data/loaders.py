@@ -98,7 +98,8 @@ def prepare(
 def _undropped(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader that reads the last batch too: each sample has its prediction."""
     batches: Any = loader.batch_sampler
-    if isinstance(batches, PlannedBatches) or not getattr(batches, "drop_last", False):
+    # Not a property, which may follow from something else.
+    if isinstance(batches, PlannedBatches) or not getattr(batches, "__dict__", {}).get("drop_last"):
         return loader
     # A copy, because a class of the program may have further arguments.
     whole = copy.copy(batches)
