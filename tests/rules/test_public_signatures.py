@@ -60,8 +60,9 @@ MODULES = (
 
 def signature_of(function: Any) -> str:
     """Return the parameters and their defaults, without annotations, addresses and the modules where classes live."""
-    if inspect.isclass(function) and issubclass(function, Enum):
-        return "(value)"  # The other parameters are Python's, and differ with its version.
+    # The parameters of Python's own classes differ with its version.
+    if inspect.isclass(function) and issubclass(function, Enum | set):
+        return "(value)" if issubclass(function, Enum) else ""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

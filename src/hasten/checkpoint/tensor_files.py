@@ -327,6 +327,8 @@ class _IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        # Paths of Python 3.13 are of pathlib._local.
+        module = module.removesuffix("._local")
         if name not in _IN_INDEX.get(module, ()):
             raise ValueError(f"its index holds {module}.{name}")
         if module == "pathlib":

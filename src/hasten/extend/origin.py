@@ -221,9 +221,8 @@ def _uses(function: Callable[..., object], argument: str, owner: object, seen: s
     if argument not in arguments_read(plain) or (plain, argument) in seen:
         return False
     seen.add((plain, argument))
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(plain.__code__)))
-    except (OSError, TypeError, SyntaxError):
+    tree = _source_of(plain.__code__)
+    if tree is None:
         return True
     passed_on: set[ast.AST] = set()
     for call, place, value in _passed(tree, argument):
@@ -233,6 +232,16 @@ def _uses(function: Callable[..., object], argument: str, owner: object, seen: s
             return True
         passed_on.add(value)
     return any(_reads(node, argument) and node not in passed_on for node in ast.walk(tree))
+
+
+def _source_of(code: CodeType) -> ast.AST | None:
+    try:
+        source = inspect.getsource(code)
+        # From Python 3.13 on, what ``exec`` has made has the source of ``python -c``: both are called "<string>".
+        is_own = code.co_name == "<lambda>" or f"def {code.co_name}" in source
+        return ast.parse(textwrap.dedent(source)) if is_own else None
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def _reads(node: ast.AST, name: str) -> bool:
