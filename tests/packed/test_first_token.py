@@ -123,3 +123,15 @@ def test_a_mask_is_read_again_when_it_changes() -> None:
         for given in ((words, mask), (words[:, :5], nn.Transformer.generate_square_subsequent_mask(WIDTH))):
             with refused(MisconfigurationException, "packed"):
                 encoder(*given)
+
+
+@pytest.mark.parametrize("packed", [True, "first_token"])
+def test_a_sample_without_tokens_is_named_where_the_loss_reads_it(packed: Any) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    hidden = torch.zeros(2, 3, dtype=torch.bool)
+    with packed_blocks(encoder, first_token=packed == "first_token"):
+        encoder(torch.randn(2, 3, 8), src_key_padding_mask=hidden)[:, 0].sum().backward()
+        hidden[1] = True
+        with refused(MisconfigurationException, "packed", says="mask is all 0"):
+            encoder(torch.randn(2, 3, 8), src_key_padding_mask=hidden)[:, 0].sum().backward()

@@ -181,7 +181,8 @@ def test_what_a_step_calls_can_be_called_by_itself() -> None:
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
     weights = model.weight.detach().clone()
     for precision, factor in ((scaled, 8.0), (Precision(), 1.0), (FSDPPrecision("32-true"), 1.0)):
-        assert precision.pre_backward(weights, model) is precision.post_backward(weights, model) is None
+        assert precision.pre_backward(weights, model) is weights
+        assert precision.post_backward(weights, model) is None
         precision.backward(model(torch.ones(3, 2)).sum(), model)
         assert model.weight.grad.tolist() == [[3 * factor, 3 * factor]]
         precision.unscale_gradients(optimizer)

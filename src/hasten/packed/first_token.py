@@ -45,8 +45,8 @@ class FirstToken(LossCheck):
 
     def __init__(self, asked: str) -> None:
         problem = (
-            "the loss depends on more of the last block than the first token of each sequence, or a layer after it "
-            "computes with all of them"
+            "the loss depends on more of the last block than the first token of each sequence, a layer after it "
+            "computes with all of them, or a sample has no real token (its mask is all 0)"
         )
         super().__init__(asked, problem, _HELP)
         self._layers: tuple[nn.Module, nn.Module] | None = None

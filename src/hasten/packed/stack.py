@@ -341,7 +341,7 @@ class _PaddingCheck(LossCheck):
             asked,
             "the loss reads its output at padding, where packing has zeros",
             "Exclude padding: use labels of -100, a mean weighted by the mask, or padding on the right (shifted labels "
-            "read the last padding on the left).",
+            "read the last padding on the left). Leave out samples without a real token, whose mask is all 0.",
         )
         # Whether a backward was checked.
         self._passed = False

@@ -77,7 +77,8 @@ class Precision:
     # -- a step
 
     def pre_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> object:
-        """Called with a loss and its module before ``backward``."""
+        """Called with a loss and its module before ``backward``; may return another loss."""
+        return tensor
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, scaled if there is a scaler.
