@@ -237,7 +237,7 @@ def _uses(function: Callable[..., object], argument: str, owner: object, seen: s
 def _source_of(code: CodeType) -> ast.AST | None:
     try:
         source = inspect.getsource(code)
-        # From Python 3.13 on, what ``exec`` has made has the source of ``python -c``: both are called "<string>".
+        # Python 3.13 and newer return the text of ``python -c`` for functions made by ``exec``: both are in "<string>".
         is_own = code.co_name == "<lambda>" or f"def {code.co_name}" in source
         return ast.parse(textwrap.dedent(source)) if is_own else None
     except (OSError, TypeError, SyntaxError):

@@ -22,8 +22,8 @@ from hasten.packed.dropout import draw, kept, scale_of
 _BLOCK = 128
 # In tokens. The weights of longer sequences need more memory than they are worth.
 LONGEST = 512
-# In bfloat16, sequences are padded to a multiple of this. oneDNN prepares each product for its shape, which takes 0.25
-# ms and 1 MB, about six times as long as the product itself: a few shapes are prepared once.
+# In bfloat16, sequences are padded to a multiple of this. For each new shape of a product, oneDNN makes a kernel, which
+# takes 0.25 ms and 1 MB: more than the product itself. Padding leaves few shapes.
 _MULTIPLE = 32
 # Of each group: the number of matrices, of queries and keys of each, and the real lengths of its sequences if any is
 # padded.

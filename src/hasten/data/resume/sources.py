@@ -249,7 +249,7 @@ class InProcessSource(_DataLoaderSource):
         found, in_fetcher = None, False
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if found is None and in_fetcher and name_of(frame) == "__getitem__":
-                # From Python 3.12 on, the fetcher's comprehension has no frame of its own.
+                # Python 3.12 and newer run the comprehension that reads the samples in the frame of ``fetch``.
                 found = next(iter(arguments_of(frame).values()), None)
             in_fetcher = file_of(frame).endswith(os.path.join("data", "_utils", "fetch.py"))
             found = frame.f_locals.get("idx", found) if in_fetcher else found
