@@ -621,6 +621,53 @@ def compile_modes() -> list[str]:
     return list(list_mode_options())
 
 
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """Return the options that ``torch.compile(mode=...)`` stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def pass_over_graphs(change: Callable[[torch.fx.Graph], None], file: str) -> dict[str, Any]:
+    """Return options of ``torch.compile`` with which ``change`` gets each graph before it becomes code.
+
+    Args:
+        change: changes the graph; it may call ``use_one_thread``.
+        file: where ``change`` is written: torch caches the code that it leads to by the content of this file.
+
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((file,))
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, CustomGraphPass) and self.uuid() == other.uuid()
+
+        def __hash__(self) -> int:
+            return hash(self.uuid())
+
+    # The number of threads is named so that torch restores it after each graph.
+    return {"post_grad_custom_pre_pass": Pass(), "cpp.threads": config.cpp.threads}
+
+
+def use_one_thread() -> None:
+    """Make the compiler write code for one thread, for the graph that it compiles."""
+    from torch._inductor import config
+
+    config.cpp.threads = 1
+
+
+def example_of(size: Any) -> int:
+    """Return a size; of a symbol that of the example the compiler traced, or 0 if there was none."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 def check_compiler_supported() -> None:
     """Raise a RuntimeError if ``torch.compile`` does not work with this Python or on this system."""
     from torch._dynamo.eval_frame import check_if_dynamo_supported

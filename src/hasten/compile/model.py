@@ -54,7 +54,7 @@ class CompiledModel:
     ) -> None:
         self.key = (settings, device, dims, variant, packed, autocast, steps_by)
         self.dims = dims
-        self.settings = settings
+        self.settings = settings = dataclasses.replace(settings, on_host=is_host(device))
         self._counters = CompileCounters(self.report)
         self._steps: dict[str, tuple[Any, Step]] = {}
         self._whole_step: tuple[Any, WholeStep] | None = None

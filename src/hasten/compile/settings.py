@@ -34,6 +34,7 @@ class CompileSettings:
         options: for ``torch.compile``.
         context: from the user's own ``torch.compile(model)``; used instead of ``options``.
         context_records: whether ``context`` records CUDA graphs.
+        on_host: whether the model is on the CPU.
 
     """
 
@@ -43,6 +44,7 @@ class CompileSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     context: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     context_records: bool = False
+    on_host: bool = False
 
     @property
     def backend(self) -> Any:
@@ -102,7 +104,12 @@ class CompileSettings:
         """
         if self.context is not None:
             return self.context(function)
-        return torch.compile(function, fullgraph=whole, **self.options)
+        options = dict(self.options)
+        if self.on_host and self.backend == "inductor":
+            from hasten.compile.fixed_order import with_fixed_order  # Operations of torch, not made for each start.
+
+            options = with_fixed_order(options)
+        return torch.compile(function, fullgraph=whole, **options)
 
 
 def as_compile(owner: str, value: object) -> CompileSettings | None:
