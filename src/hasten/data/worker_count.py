@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import math
 import multiprocessing
 import operator
@@ -12,7 +11,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,6 +24,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.files import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.loader_parts import check_dataloader, length_of, required_in_training, shut_down, with_attributes
+from hasten.extend.origin import source_of
 from hasten.machine.host import usable_cores
 from hasten.seed import isolate_rng
 
@@ -305,7 +304,4 @@ def _description(value: Any) -> str:
 
 
 def _code_of(thing: Any) -> str:
-    source = ""
-    with suppress(OSError, TypeError):
-        source = inspect.getsource(thing)
-    return f"{thing.__qualname__} {source}"
+    return f"{thing.__qualname__} {source_of(thing) or ''}"

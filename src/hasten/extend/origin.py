@@ -221,7 +221,7 @@ def _uses(function: Callable[..., object], argument: str, owner: object, seen: s
     if argument not in arguments_read(plain) or (plain, argument) in seen:
         return False
     seen.add((plain, argument))
-    tree = _source_of(plain.__code__)
+    tree = _tree_of(plain.__code__)
     if tree is None:
         return True
     passed_on: set[ast.AST] = set()
@@ -234,13 +234,21 @@ def _uses(function: Callable[..., object], argument: str, owner: object, seen: s
     return any(_reads(node, argument) and node not in passed_on for node in ast.walk(tree))
 
 
-def _source_of(code: CodeType) -> ast.AST | None:
+def source_of(thing: Any) -> str | None:
+    """Return the source of a function, its code or a class; None if it has none."""
     try:
-        source = inspect.getsource(code)
-        # Python 3.13 and newer return the text of ``python -c`` for functions made by ``exec``: both are in "<string>".
-        is_own = code.co_name == "<lambda>" or f"def {code.co_name}" in source
-        return ast.parse(textwrap.dedent(source)) if is_own else None
-    except (OSError, TypeError, SyntaxError):
+        source = inspect.getsource(thing)
+    except (OSError, TypeError):
+        return None
+    name = getattr(thing, "co_name", "") or getattr(thing, "__name__", "")
+    # Python 3.13 and newer return the text of ``python -c`` for functions made by ``exec``: both are in "<string>".
+    return source if name == "<lambda>" or name in source else None
+
+
+def _tree_of(code: CodeType) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(source_of(code) or "?"))
+    except SyntaxError:
         return None
 
 

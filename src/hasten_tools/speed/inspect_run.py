@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from hasten.arguments import SPEED_NAMES
 from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.read import is_random
 from hasten.data.memory.resident import users_dataset
-from hasten.extend.origin import full_name
+from hasten.extend.origin import full_name, source_of
 from hasten.hooks import overrides
 from hasten.logged_value import batch_size_of
 from hasten.machine.host import available_memory_bytes, cpu_name, process_memory_bytes, usable_cores
@@ -259,18 +258,12 @@ def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device, da
         os.path.abspath(getattr(main, "__file__", None) or ""),
         full_name(type(module)).replace("__mp_main__", "__main__"),
         # Some lines are judged by what these compute.
-        [_source(getattr(type(module), name, None)) for name in ("training_step", "forward")],
+        [source_of(getattr(type(module), name, None)) for name in ("training_step", "forward")],
         [(name, list(value.shape), str(value.dtype)) for name, value in module.named_parameters()],
         data,
         [(name, repr(given[name])) for name in relevant if given.get(name) not in (None, False, 1, "auto")],
     ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
-
-
-def _source(function: Any) -> str | None:
-    with suppress(OSError, TypeError):
-        return inspect.getsource(function)
-    return None
 
 
 def _samples_draw(loader: DataLoader[Any]) -> bool:
