@@ -271,6 +271,27 @@ def test_what_cannot_be_held_is_refused_before_training(
     assert trainer.global_step == 0
 
 
+class Torn(Dataset[Any]):
+    """One sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 4:
+            raise ValueError("torn")
+        return {"input_ids": torch.ones(2 + index % 2, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("arguments", [{"resident": True}, {"batching": "length"}], ids=str)
+def test_an_error_of_the_dataset_names_the_sample(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="torn") as caught:
+        quiet(**arguments).fit(Classifier(), DataLoader(Torn(), 2))
+    (note,) = [note for note in caught.value.__notes__ if "sample" in note]
+    assert note.startswith("in sample 4 of the dataset ")
+    assert note.endswith("test_resident.Torn")
+
+
 @pytest.mark.gpu
 def test_the_data_lives_on_the_device() -> None:
     mine = resident(LOADERS["shuffled"](), device="cuda")

@@ -132,7 +132,7 @@ _DURATIONS: tuple[tuple[str, Any], ...] = (
     *((name, datetime.timedelta(-1)) for name in ("Timer", "interval")),
     *(("interval", "soon"), ("every", "soon"), ("Timer", datetime.timedelta.max)),
 )
-_TABLES = (b'"' + b"a" * 200_000 + b"\n", b"loss,step\n\xff\xfe,1\n")
+_TABLES = (b'"' + b"a" * 200_000 + b"\n", b"loss,step\n\xff\xfe,1\n", b'"\rnew",b\n1,2\n')
 _DOCUMENTS = (
     *(("hparams.yaml", text) for text in (b"[", b"a: !!python/object/apply:os.mkdir [ran]", b"\xb4", b"\tb: 1")),
     *(("hparams.yaml", text) for text in (b"a: 2026-99-99", b"a: !!timestamp x", b"[" * 400, b"---\n---")),

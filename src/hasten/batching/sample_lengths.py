@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.batching.pad import MASK_KEY, extents, fields_of, is_mask, is_sequence, sequence_key
+from hasten.data.loader_parts import sample_at
 from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.resident import users_dataset
 from hasten.seed import isolate_rng
@@ -135,7 +136,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
     masks: dict[Any, list[int]] = {}
     with isolate_rng(include_cuda=False), preserve(dataset):
         for index in range(len(dataset)):
-            sample = dataset[index]
+            sample = sample_at(dataset, index)
             try:
                 length, is_tokens = _length(sample, key)
             except (TypeError, KeyError) as error:

@@ -18,7 +18,7 @@ from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.memory.dataset_parts import preserve
-from hasten.extend.origin import comes_from
+from hasten.extend.origin import comes_from, full_name
 from hasten.seed import isolate_rng
 
 _Loader = TypeVar("_Loader")
@@ -41,12 +41,21 @@ def unchanged(batch: _Loader) -> _Loader:
     return batch
 
 
+def sample_at(dataset: Any, index: Any) -> Any:
+    """Return the sample with this index; an error of the dataset gets a note that names both."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"in sample {index} of the dataset {full_name(type(dataset)).removeprefix('builtins.')}")
+        raise
+
+
 def samples_at(dataset: object, indices: list[Any]) -> list[Any]:
     """Return the samples with these indices, read in the way of a ``DataLoader``."""
     data = cast(Any, dataset)
     if callable(getattr(data, "__getitems__", None)):
         return cast("list[Any]", data.__getitems__(indices))
-    return [data[index] for index in indices]
+    return [sample_at(data, index) for index in indices]
 
 
 def has_state(thing: object) -> bool:

@@ -132,7 +132,12 @@ class _RemoteTable(_Table):
 
 def _encode(rows: Iterable[Iterable[Any]]) -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    # Fields with a character of the line terminator are quoted: readers take an unquoted "\r" for the end of a line.
+    writer = csv.writer(text, lineterminator="\r\n")
+    for row in rows:
+        writer.writerow(row)
+        text.seek(text.truncate(text.tell() - 2))
+        text.write("\n")
     return text.getvalue().encode()
 
 
