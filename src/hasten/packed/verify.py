@@ -386,10 +386,10 @@ def _differences(
                 "batch: its code depends on (samples, tokens), or reads padding"
             )
     if not _same_output(padded, packed, tolerance):
-        yield (
-            "its output differs from that of the padded batch at real tokens: its code between or after the blocks "
-            "depends on (samples, tokens) or reads padding"
-        )
+        why = "its code between or after the blocks depends on (samples, tokens) or reads padding"
+        if layout.real is not None and not bool(layout.real[:, 0].all()):
+            why = "a layer may read the first place of each sample, which is padding for some: pad them on the right"
+        yield f"its output differs from that of the padded batch at real tokens: {why}"
 
 
 def _mixtures(stack: Stack, packed: Probe, tainted: Probe) -> Iterator[str]:
