@@ -422,6 +422,13 @@ def test_loader_of_the_user_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_ends_an_epoch_by_stop_iteration_is_named(workers: int) -> None:
+    stream = Stream(DataLoader(Failing(StopIteration()), batch_size=2, num_workers=workers), name="my_loader")
+    with warned(UserWarning, says=["my_loader", "1 of its 3 batches", "StopIteration"]):
+        assert len(list(stream.batches())) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("error", [ValueError("torn"), KeyError("label")], ids=lambda error: type(error).__name__)
 def test_error_of_a_dataset_keeps_its_type_and_names_the_place(error: Exception, workers: int) -> None:
     stream = Stream(DataLoader(Failing(error), batch_size=2, num_workers=workers), name="my_loader")

@@ -213,6 +213,8 @@ class Stream:
                         batch = next(iterator, _END)
                     if batch is _END:
                         position.exhausted = True
+                        if certain is not None:
+                            self._warn_of_early_end(number - 1, certain)
                         break
                 is_last = number == end
                 if certain is None and not is_last and number >= may_end_at:
@@ -248,6 +250,13 @@ class Stream:
             what, fix = nothing_read(self.loader, self.name)
             rank_zero_warn(what, fix=fix)
         return batch
+
+    def _warn_of_early_end(self, count: int, certain: int) -> None:
+        rank_zero_warn(
+            f"{self.name} ended after {count} of its {certain} batches: its dataset or collate function raised "
+            "StopIteration, which ends an epoch without an error.",
+            fix="Raise another error there; next(iterator, None) raises none.",
+        )
 
     def _may_end_at(self, length: int | None) -> int:
         """Return the number of the first batch that may be the last, as far as the length is trusted."""
