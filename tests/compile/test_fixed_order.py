@@ -74,8 +74,9 @@ def test_two_runs_are_equal(compile: Any, rows: int) -> None:
     assert_same_bits(trained(Model(rows), compile), trained(Model(rows), compile))
 
 
-def test_two_runs_that_read_rows_by_an_index_are_equal() -> None:
-    assert_same_bits(trained(Picking(FEW), True), trained(Picking(FEW), True))
+@pytest.mark.parametrize("rows", [FEW, MANY])
+def test_two_runs_that_read_rows_by_an_index_are_equal(rows: int) -> None:
+    assert_same_bits(trained(Picking(rows), True), trained(Picking(rows), True))
 
 
 @pytest.mark.parametrize("options", [{"padding_idx": 3}, {"padding_idx": 3, "scale_grad_by_freq": True}])
@@ -87,13 +88,21 @@ def test_options_of_embeddings(rows: int, options: dict[str, Any]) -> None:
     assert torch.equal(compiled.table.weight[3], Model(rows, **options).table.weight[3])
 
 
-def test_options_of_the_program_stay() -> None:
+@pytest.mark.parametrize("name", ["post_grad_custom_pre_pass", "post-grad-custom-pre-pass"])
+def test_options_of_the_program_stay(name: str) -> None:
     seen: list[int] = []
 
     def look(graph: torch.fx.Graph) -> None:
         seen.append(len(graph.nodes))
 
-    trained(Model(FEW), {"options": {"post_grad_custom_pre_pass": look}}, steps=2)
+    trained(Model(FEW), {"options": {name: look}}, steps=2)
+    assert seen
+
+
+def test_a_pass_that_the_program_sets_for_all_graphs_stays() -> None:
+    seen: list[int] = []
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: seen.append(1)):
+        trained(Model(FEW), True, steps=2)
     assert seen
 
 

@@ -20,6 +20,7 @@ from hasten._lib import torch_private
 from hasten.compile.settings import CompileSettings
 from hasten.compile.whole_step import Clipping, Update, _update
 from hasten.loops import prepare
+from hasten.record import pace
 from tests.compile.test_compile import Losses, Net, graphs
 from tests.models import loader, quiet, same_weights
 from tests.refusals import refused, warned
@@ -168,6 +169,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path) 
     trainer.fit(module, loader(42), loader(18), ckpt_path=tmp_path / "middle.ckpt")
     assert rest.values == losses[8:]
     assert same_weights(module, whole)
+
+
+def test_steps_of_a_run_that_is_recorded_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Any other step would be timed in parts, with another rounding.
+    monkeypatch.setattr(pace, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "_SECONDS", 0.0)
+    whole, _, losses = fitted(compile="step")
+    recorded, trainer, same_losses = fitted(compile="step", logger=L.loggers.CSVLogger(tmp_path))
+    assert losses == same_losses
+    assert same_weights(recorded, whole)
+    assert trainer.compile_report.graphs == 2
 
 
 def test_a_second_fit_compiles_nothing_again_and_keeps_nothing_alive() -> None:

@@ -285,7 +285,7 @@ class Torn(Dataset[Any]):
 
 @pytest.mark.parametrize("arguments", [{"resident": True}, {"batching": "length"}], ids=str)
 def test_an_error_of_the_dataset_names_the_sample(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="torn") as caught:
+    with pytest.raises(ValueError) as caught:
         quiet(**arguments).fit(Classifier(), DataLoader(Torn(), 2))
     (note,) = [note for note in caught.value.__notes__ if "sample" in note]
     assert note.startswith("in sample 4 of the dataset ")

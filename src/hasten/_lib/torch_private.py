@@ -631,6 +631,8 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 def pass_over_graphs(change: Callable[[torch.fx.Graph], None], file: str) -> dict[str, Any]:
     """Return options of ``torch.compile`` with which ``change`` gets each graph before it becomes code.
 
+    Empty where the program has set a pass for all graphs.
+
     Args:
         change: changes the graph; it may call ``use_one_thread``.
         file: where ``change`` is written: torch caches the code that it leads to by the content of this file.
@@ -652,6 +654,8 @@ def pass_over_graphs(change: Callable[[torch.fx.Graph], None], file: str) -> dic
         def __hash__(self) -> int:
             return hash(self.uuid())
 
+    if config.post_grad_custom_pre_pass is not None:
+        return {}
     # The number of threads is named so that torch restores it after each graph.
     return {"post_grad_custom_pre_pass": Pass(), "cpp.threads": config.cpp.threads}
 
@@ -663,7 +667,7 @@ def use_one_thread() -> None:
     config.cpp.threads = 1
 
 
-def example_of(size: Any) -> int:
+def example_of(size: int | torch.SymInt) -> int:
     """Return a size; of a symbol that of the example the compiler traced, or 0 if there was none."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 

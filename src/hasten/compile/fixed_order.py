@@ -1,4 +1,4 @@
-"""Graphs for CPUs whose sums have one order: the gradients of embeddings.
+"""Graphs for CPUs whose sums have one order: the gradients of embeddings, and of rows that are read by an index.
 
 Several tokens of a batch may be the same row of a table, whose gradient is the sum of theirs. The code that torch's
 compiler makes for a CPU adds them from several threads with atomic additions: in another order in each run, so that no
@@ -7,6 +7,7 @@ run repeats another bit for bit, and each thread waits for the others. Without c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,58 +31,76 @@ def with_fixed_order(options: dict[str, Any]) -> dict[str, Any]:
     mode, given = options.get("mode"), options.get("options")
     inner = {**(torch_private.options_of_mode(mode) if mode else {}), **(given or {})}
     own = torch_private.pass_over_graphs(fix_order, __file__)
-    if not inner.keys().isdisjoint(own):
+    # torch takes names with dashes too.
+    if not own.keys().isdisjoint(name.replace("-", "_") for name in inner):
         return options
     return {**options, "mode": None, "options": {**inner, **own}}
 
 
-@torch.library.custom_op("hasten::gradient_of_embedding", mutates_args=())
-def _in_order(gradients: Tensor, indices: Tensor, rows: int) -> Tensor:
-    total: Tensor = torch.ops.aten.embedding_dense_backward(gradients, indices, rows, -1, False)
+@torch.library.custom_op(
+    "hasten::sum_in_order",
+    mutates_args=(),
+    schema="(Tensor? to, SymInt[] size, Tensor? mask, Tensor?[] at, Tensor values) -> Tensor",
+)
+def _sum_in_order(
+    to: Tensor | None, size: Sequence[int], mask: Tensor | None, at: Sequence[Tensor | None], values: Tensor
+) -> Tensor:
+    # A gradient begins with zeros, which are not copied.
+    total = values.new_zeros(size) if to is None else to.clone()
+    if mask is not None:
+        # As in torch's own operation: what the mask leaves out may have any index.
+        sizes = total.shape[: len(at)]
+        at = [None if index is None else index.clamp(-n, n - 1) for index, n in zip(at, sizes, strict=True)]
+        values = values.masked_fill(~mask, 0)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.ops.aten.index_put_.default(total, at, values.to(total.dtype), True)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     return total
 
 
-@_in_order.register_fake
-def _(gradients: Tensor, indices: Tensor, rows: int) -> Tensor:
-    return gradients.new_empty((rows, *gradients.shape[indices.dim() :]))
+@_sum_in_order.register_fake
+def _(to: Tensor | None, size: Sequence[int], mask: Any, at: Any, values: Tensor) -> Tensor:
+    return values.new_empty(size) if to is None else torch.empty_like(to)
 
 
 def fix_order(graph: torch.fx.Graph) -> None:
     """Make the sums of a graph have one order: by one thread, or where the graph is large, by torch's own operation."""
-    sums = [node for node in graph.nodes if _is_sum_of_rows(node)]
+    sums = [node for node in graph.nodes if _is_sum(node)]
     if sums and sum(map(_elements, graph.nodes)) <= _SMALL:
         torch_private.use_one_thread()
         return
-    for node in filter(_is_gradient_of_embedding, sums):
-        table, *mask, (indices,), gradients = node.args[: 3 + (node.target is _MASKED)]
+    for node in sums:
+        to, *mask, at, values = node.args[: 3 + (node.target is _PUT_MASKED)]
+        is_zero = to.target is torch.ops.aten.full.default and not to.args[1] and _type(to) == _type(values)
+        begin = (None, to.args[0]) if is_zero else (to, [])
         with graph.inserting_before(node):
-            if mask:
-                zero = graph.call_function(torch.ops.aten.full.default, ([], 0.0), {"dtype": table.meta["val"].dtype})
-                gradients = graph.call_function(torch.ops.aten.where.self, (mask[0], gradients, zero))
-            rows = table.meta["val"].shape[0]
-            total = graph.call_function(torch.ops.hasten.gradient_of_embedding.default, (gradients, indices, rows))
+            given = (*begin, mask[0] if mask else None, at, values)
+            total = graph.call_function(torch.ops.hasten.sum_in_order.default, given)
         node.replace_all_uses_with(total, propagate_meta=True)
         graph.erase_node(node)
 
 
-_MASKED = torch.ops.aten._unsafe_masked_index_put_accumulate.default
-_SUMS = (_MASKED, torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
+_PUT, _PUT_MASKED = torch.ops.aten.index_put.default, torch.ops.aten._unsafe_masked_index_put_accumulate.default
 
 
-def _is_sum_of_rows(node: torch.fx.Node) -> bool:
+def _is_sum(node: torch.fx.Node) -> bool:
     """Return whether threads would add to the same elements of a floating tensor; integers have no rounding."""
     value = node.meta.get("val")
+    adds = node.target in (_PUT, torch.ops.aten._unsafe_index_put.default) and True in node.args[3:]
     return (
-        (node.target is _MASKED or (node.target in _SUMS and True in node.args[3:]))
+        (adds or node.target is _PUT_MASKED)
         and isinstance(value, Tensor)
         and is_host(value.device)
         and value.is_floating_point()
     )
 
 
-def _is_gradient_of_embedding(node: torch.fx.Node) -> bool:
-    # A copy of the operation that was replaced.
-    return str(node.meta.get("original_aten")) == "aten.embedding_dense_backward.default"
+def _type(node: torch.fx.Node) -> torch.dtype:
+    kind: torch.dtype = node.meta["val"].dtype
+    return kind
 
 
 def _elements(node: torch.fx.Node) -> int:

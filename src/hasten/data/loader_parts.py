@@ -7,12 +7,20 @@ import itertools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
@@ -41,7 +49,7 @@ def unchanged(batch: _Loader) -> _Loader:
     return batch
 
 
-def sample_at(dataset: Any, index: Any) -> Any:
+def sample_at(dataset: Dataset[Any], index: Hashable) -> Any:
     """Return the sample with this index; an error of the dataset gets a note that names both."""
     try:
         return dataset[index]

@@ -234,8 +234,8 @@ def _uses(function: Callable[..., object], argument: str, owner: object, seen: s
     return any(_reads(node, argument) and node not in passed_on for node in ast.walk(tree))
 
 
-def source_of(thing: Any) -> str | None:
-    """Return the source of a function, its code or a class; None if it has none."""
+def source_of(thing: Callable[..., object] | type | CodeType) -> str | None:
+    """Return the source of a function, its code or a class; None if there is none."""
     try:
         source = inspect.getsource(thing)
     except (OSError, TypeError):

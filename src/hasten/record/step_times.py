@@ -153,12 +153,14 @@ class StepTimes:
         self._timed: tuple[Call, Call | None, Call] | None = None
 
     def possible(self) -> bool:
-        """Return whether steps can be timed: not where operations are recorded, or an engine steps."""
-        runtime, memory = self._run.runtime, self._run.memory_limits
+        """Return whether steps can be timed: not where they are recorded, one graph, or made by an engine."""
+        runtime, memory, compiled = self._run.runtime, self._run.memory_limits, self._run.compiled
         return (
             runtime.device.type in ("cpu", "cuda")
             and runtime.steps is None
             and not runtime.engine.owns_step
+            # In parts, which could be timed, it would round otherwise.
+            and not (compiled is not None and compiled.settings.step)
             # Steps that may be repeated with smaller parts keep a state.
             and not (memory is not None and memory.may_fail)
         )
