@@ -235,6 +235,8 @@ def test_what_cannot_be_compiled_is_refused_before_training(
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "compile"),
         ({"options": {"max_autotone": True}}, ValueError, "compile['options'] option"),
         ({"backend": "inductr"}, ValueError, "compile['backend']"),
+        ({"options": {"cpp.threads": "two"}}, TypeError, "compile"),
+        ({"dynamic": "maybe"}, TypeError, "compile['dynamic']"),
         ({"fullgraph": True}, ValueError, "compile"),
         ({"regional": "yes"}, TypeError, "compile['regional']"),
     ],

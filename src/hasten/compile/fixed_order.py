@@ -1,4 +1,4 @@
-"""Graphs for CPUs whose sums have one order: the gradients of embeddings, and of rows that are read by an index.
+"""Fix the order of sums in graphs for CPUs: gradients of embeddings, and of rows that are read by an index.
 
 Several tokens of a batch may be the same row of a table, whose gradient is the sum of theirs. The code that torch's
 compiler makes for a CPU adds them from several threads with atomic additions: in another order in each run, so that no
@@ -67,7 +67,7 @@ def _(to: Tensor | None, size: Sequence[int], mask: Any, at: Any, values: Tensor
 
 
 def fix_order(graph: torch.fx.Graph) -> None:
-    """Make the sums of a graph have one order: by one thread, or where the graph is large, by torch's own operation."""
+    """Fix the order of sums: one thread computes a small graph, torch's own operation the sums of a large one."""
     sums = [node for node in graph.nodes if _is_sum(node)]
     if sums and sum(map(_elements, graph.nodes)) <= _SMALL:
         torch_private.use_one_thread()

@@ -179,6 +179,7 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
             raise make_error(ValueError, what, fix=fix, argument="compile")
     own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
+    check.boolean(owner, "compile['dynamic']", given.get("dynamic"), allow_none=True)
     check.one_of(owner, "compile['mode']", mode, torch_private.compile_modes(), allow_none=True)
     check.instance(owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True)
     if mode is not None and inner:
@@ -196,6 +197,12 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
             hint = did_you_mean(str(name), torch_private.compile_options())
             allowed = "the options that torch._inductor.list_options() lists"
             raise check.wrong(owner, "compile['options'] option", name, allowed, hint=hint)
+    if inner and backend in (None, "inductor"):
+        try:
+            torch.compile(lambda: None, options=dict(inner))
+        except RuntimeError as error:
+            what = f"{owner}(compile={{'options': {dict(inner)!r}}}): {error}."
+            raise make_error(TypeError, what, fix="Give the option a value of its type.", argument="compile") from None
     return CompileSettings(options=given, **own)
 
 

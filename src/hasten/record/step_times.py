@@ -159,7 +159,7 @@ class StepTimes:
             runtime.device.type in ("cpu", "cuda")
             and runtime.steps is None
             and not runtime.engine.owns_step
-            # In parts, which could be timed, it would round otherwise.
+            # Its parts could be timed only outside of the graph, where they are rounded differently.
             and not (compiled is not None and compiled.settings.step)
             # Steps that may be repeated with smaller parts keep a state.
             and not (memory is not None and memory.may_fail)

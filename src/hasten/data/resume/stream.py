@@ -255,7 +255,7 @@ class Stream:
         rank_zero_warn(
             f"{self.name} ended after {count} of its {certain} batches: its dataset or collate function raised "
             "StopIteration, which ends an epoch without an error.",
-            fix="Raise another error there; next(iterator, None) raises none.",
+            fix="Raise another error there, and call next(iterator, None) instead of next(iterator).",
         )
 
     def _may_end_at(self, length: int | None) -> int:
