@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Iterable
@@ -68,9 +69,10 @@ OF_CUDA = ("cuda-", "nvidia-")
 
 
 def installed() -> dict[str, importlib.metadata.Distribution]:
-    """Return the installed packages by name, the first of each on the path."""
+    """Return the installed packages by name; copies that others carry in their folders are parts of these."""
     found: dict[str, importlib.metadata.Distribution] = {}
-    for each in importlib.metadata.distributions():
+    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    for each in importlib.metadata.distributions(path=folders):
         found.setdefault(plain(each.metadata["Name"]), each)
     return dict(sorted(found.items()))
 

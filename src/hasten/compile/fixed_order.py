@@ -19,6 +19,9 @@ from hasten._lib.device import is_host
 # Elements of the results of all operations of a graph together. With fewer, one thread computes the graph in less time
 # than several that wait for each other.
 _SMALL = 4_000_000
+# Samples of the first batch that tell the size of later ones: a run may begin with the short batch at the end of an
+# epoch. How wide later batches are, none tells.
+_TELLING = 32
 
 
 def with_fixed_order(options: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def _(to: Tensor | None, size: Sequence[int], mask: Any, at: Any, values: Tensor
 def fix_order(graph: torch.fx.Graph) -> None:
     """Fix the order of sums: one thread computes a small graph, torch's own operation the sums of a large one."""
     sums = [node for node in graph.nodes if _is_sum(node)]
-    if sums and sum(map(_elements, graph.nodes)) <= _SMALL:
+    if sums and _is_small(graph):
         torch_private.use_one_thread()
         return
     for node in sums:
@@ -103,9 +106,13 @@ def _type(node: torch.fx.Node) -> torch.dtype:
     return kind
 
 
-def _elements(node: torch.fx.Node) -> int:
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor):
-        return 0
-    # The size of the first batch stands for those that change.
-    return torch_private.example_of(value.numel())
+def _is_small(graph: torch.fx.Graph) -> bool:
+    elements = 0
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, Tensor):
+            changing = [torch_private.example_of(size) for size in value.shape if not isinstance(size, int)]
+            if len(changing) > 1 or any(size < _TELLING for size in changing):
+                return False
+            elements += torch_private.example_of(value.numel())
+    return elements <= _SMALL
