@@ -614,18 +614,11 @@ def compile_options() -> list[str]:
     return list(list_options())
 
 
-def compile_modes() -> list[str]:
-    """Return the names for ``torch.compile(mode=...)``."""
+def compile_modes() -> dict[str, dict[str, Any]]:
+    """Return the names for ``torch.compile(mode=...)`` and the options that each stands for."""
     from torch._inductor import list_mode_options
 
-    return list(list_mode_options())
-
-
-def options_of_mode(mode: str) -> dict[str, Any]:
-    """Return the options that ``torch.compile(mode=...)`` stands for."""
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(mode))
+    return dict(list_mode_options())
 
 
 def pass_over_graphs(change: Callable[[torch.fx.Graph], None], file: str) -> dict[str, Any]:

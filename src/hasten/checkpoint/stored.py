@@ -168,7 +168,7 @@ def _misfit(layout: Mapping[str, Mapping[str, Any]], files: Mapping[str, Any]) -
     for key, tensor in layout.items():
         is_type = isinstance(getattr(torch, tensor["dtype"], None), torch.dtype)
         is_type &= type(tensor["shape"]) is list and all(type(size) is int and size >= 0 for size in tensor["shape"])
-        # Reading leaves a part that is in no file as it was in memory.
+        # Where no file has a part of a tensor, reading does not change that part.
         is_type &= math.prod(tensor["shape"]) <= sum(math.prod(sizes) for _, sizes, *_ in tensor["chunks"])
         for offsets, sizes, file, start, length in tensor["chunks"]:
             torch.Size([*offsets, *sizes])

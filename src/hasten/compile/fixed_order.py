@@ -19,9 +19,9 @@ from hasten._lib.device import is_host
 # Elements of the results of all operations of a graph together. With fewer, one thread computes the graph in less time
 # than several that wait for each other.
 _SMALL = 4_000_000
-# Samples of the first batch that tell the size of later ones: a run may begin with the short batch at the end of an
-# epoch. How wide later batches are, none tells.
-_TELLING = 32
+# A first batch with fewer samples may be the short one at the end of an epoch: later ones may be much larger. Where the
+# width changes too, no batch shows how wide later ones are.
+_FEW_SAMPLES = 32
 
 
 def with_fixed_order(options: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def with_fixed_order(options: dict[str, Any]) -> dict[str, Any]:
 
     """
     mode, given = options.get("mode"), options.get("options")
-    inner = {**(torch_private.options_of_mode(mode) if mode else {}), **(given or {})}
+    inner = {**(torch_private.compile_modes()[mode] if mode else {}), **(given or {})}
     own = torch_private.pass_over_graphs(fix_order, __file__)
     # torch takes names with dashes too.
     if not own.keys().isdisjoint(name.replace("-", "_") for name in inner):
@@ -112,7 +112,7 @@ def _is_small(graph: torch.fx.Graph) -> bool:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, Tensor):
             changing = [torch_private.example_of(size) for size in value.shape if not isinstance(size, int)]
-            if len(changing) > 1 or any(size < _TELLING for size in changing):
+            if len(changing) > 1 or any(size < _FEW_SAMPLES for size in changing):
                 return False
             elements += torch_private.example_of(value.numel())
     return elements <= _SMALL
