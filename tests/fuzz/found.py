@@ -215,7 +215,13 @@ def _pickles() -> Iterator[tuple[str, bytes]]:
 
 
 _IMPORTS = "import torch\nimport hasten as L\n"
-_EJECTED = (*(f'"""A{sign}program."""\n{_IMPORTS}{PROGRAM}' for sign in ("\x0c", "\x85", "\u2028", "\x1c")),)
+_FUTURE = "from __future__ import annotations"
+_EJECTED = (
+    *(f'"""A{sign}program."""\n{_IMPORTS}{PROGRAM}' for sign in ("\x0c", "\x85", "\u2028", "\x1c")),
+    # Where imports are not sorted, that of torch came before the first.
+    f"{_FUTURE}\nimport hasten as L, torch\nfrom os import path  # of a file\n{PROGRAM}",
+    f"{_FUTURE}; import os\nimport hasten as L, torch\n{PROGRAM}",
+)
 ROWS = [
     *(Row("arguments", (kind, {name: value})) for kind, given in _ARGUMENTS.items() for name, value in given.items()),
     *(Row("arguments", (kind, {name: value})) for kind, name, value in _MORE_ARGUMENTS),

@@ -178,11 +178,15 @@ def _imports_at_top(tree: ast.Module) -> tuple[int, int]:
 def _sorted_imports(rows: list[str], added: list[str]) -> list[str]:
     """Return import lines in groups: the future, the standard library, others.
 
-    Imports with comments between them are not changed.
+    Imports with comments between them, or several on a line, are not changed: new ones stand before them, behind those
+    of ``__future__``.
     """
     tree = ast.parse("\n".join(rows))
-    if any("#" in row for row in rows) or not all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body):
-        return [*added, *rows]
+    plain = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body)
+    if not plain or any("#" in row for row in rows) or len({node.lineno for node in tree.body}) < len(tree.body):
+        future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+        first = max((node.end_lineno or node.lineno for node in future), default=0)
+        return [*rows[:first], *added, *rows[first:]]
     entries: list[tuple[int, bool, str, str]] = []
     for node in [*tree.body, *ast.parse("\n".join(added)).body]:
         assert isinstance(node, (ast.Import, ast.ImportFrom))
