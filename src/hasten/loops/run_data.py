@@ -122,7 +122,7 @@ class StageData:
             return False
         if self._several_processes:
             return False
-        streams = self.load() if self._streams is None else self._streams
+        streams = self.load()
         return self.most_batches == 0 or not any(map(self._limited, streams))
 
     @property
@@ -166,13 +166,13 @@ class StageData:
     @property
     def limits(self) -> list[float]:
         """Number of batches of each loader to use, if their lengths are right; infinite when unknown."""
-        streams = self.load() if self._streams is None else self._streams
+        streams = self.load()
         return [min(limit, self.most_batches) for limit in map(self._limited, streams)]
 
     @property
     def limit(self) -> float:
         """Number of batches of the epoch on all processes; infinite when unknown."""
-        streams = self.load() if self._streams is None else self._streams
+        streams = self.load()
         return min(self._limited(streams[0]), self.most_batches, self.agreed_limit)
 
     def all_limits(self) -> list[float]:
