@@ -72,6 +72,16 @@ def _number(
     return checked
 
 
+def _accumulation(owner: str, name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        raise WrongType(
+            f"{owner}({name}={value!r}): it is a whole number.",
+            fix=f"Write callbacks=[GradientAccumulationScheduler(scheduling={value!r})] for one that changes.",
+            argument=name,
+        )
+    return _number(at_least=1)(owner, name, value)
+
+
 def _count(owner: str, name: str, value: Any, unit: str) -> Any:
     """Return the number in a string such as "2ep"; return any other value unchanged."""
     if not isinstance(value, (str, dict, timedelta)):
@@ -179,9 +189,8 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
     callbacks = (value,) if isinstance(value, Callback) else check.as_list(value)
     check.instance(owner, name, callbacks, (list, tuple), "a Callback or a list of them")
     by_key: dict[str, Callback] = {}
-    for position, callback in enumerate(callbacks):
-        if not isinstance(callback, Callback):
-            raise _not_a_callback(owner, name, callback)
+    for position, given in enumerate(callbacks):
+        callback = require_callback(f"{owner}({name}=[...])", given)
         if any(callback is other for other in callbacks[:position]):
             kind = type(callback).__name__
             raise MisconfigurationException(
@@ -209,16 +218,20 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
-def _not_a_callback(owner: str, name: str, value: object) -> WrongType:
+def require_callback(place: str, value: Callback | type[Any]) -> Callback:
+    """Return a callback; raise a ``WrongType`` that names the place for anything else."""
+    if isinstance(value, Callback):
+        return value
     if isinstance(value, type) and issubclass(value, Callback):
-        return _is_class(owner, f"{name}=[{value.__name__}]", value, "()")
-    kind, what = (value, f"class {value.__name__}") if isinstance(value, type) else (type(value), type(value).__name__)
-    hint = " Give an object, such as hasten.callbacks.EarlyStopping('val_loss')." if what == "str" else ""
+        raise WrongType(
+            f"{place}: {value.__name__} is a class.", fix=f"Write {value.__name__}().", argument="callbacks"
+        )
+    kind = value if isinstance(value, type) else type(value)
+    what = f"the class {kind.__name__}" if kind is value else f"{check.shown(value)} is of type {kind.__name__}"
+    hint = " Give an object, such as hasten.callbacks.EarlyStopping('val_loss')." if kind is str else ""
     if any(hook.startswith("on_") and hasattr(Callback, hook) for hook in dir(kind)):
         hint = f" Write class {kind.__name__}(hasten.Callback), and give an object of it."
-    return WrongType(
-        f"{owner}({name}=[...]): {check.shown(value)} is a {what}, not a hasten.Callback.", fix=hint, argument=name
-    )
+    raise WrongType(f"{place}: {what}, not a hasten.Callback.", fix=hint, argument="callbacks")
 
 
 def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:
@@ -354,7 +367,7 @@ class Arguments:
     enable_checkpointing: bool | None = _row(_optional_boolean)
     enable_progress_bar: bool | None = _row(_optional_boolean)
     enable_model_summary: bool | None = _row(_optional_boolean)
-    accumulate_grad_batches: int = _row(_number(at_least=1))
+    accumulate_grad_batches: int = _row(_accumulation)
     gradient_clip_val: float | None = _row(_clip_value)
     gradient_clip_algorithm: str | None = _row(check.clip_algorithm)
     deterministic: bool | str | None = _row(_deterministic)

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten._lib.device import widest_float
 from hasten._lib.errors import MisconfigurationException, make_error
@@ -138,7 +139,7 @@ class LoggedValue:
             # A device tensor cannot be added to a CPU total in place; the sum is a new tensor on the device.
             and (value.is_cpu or not total.is_cpu)
         ):
-            total.add_(value, alpha=batch_size)
+            self.owner.add_product(total, value, alpha=batch_size)
         else:
             self.total = self._sum(value, batch_size)
 
@@ -156,7 +157,7 @@ class LoggedValue:
         total = self.total
         if total is None and self.owner.upload is not None and _is_on_device(value):
             total = self._uploaded_start(value)
-            if type(weight) is int:
+            if type(weight) is int and not self.owner.single_precision:
                 return total.add_(value, alpha=weight)
         start = _first(value, weight, self.reduce)
         if not self.owner.single_precision:
@@ -201,7 +202,8 @@ class LoggedValue:
             return float(value)
         raise MisconfigurationException(
             f"self.log({self.name!r}, ...): cannot log a value of type {type(value).__name__}; "
-            "give a number, a tensor of one element, or a torchmetrics.Metric."
+            "give a number, a tensor of one element, or a torchmetrics.Metric.",
+            fix=_instead(value),
         )
 
     def step_value(self) -> Any:
@@ -346,6 +348,15 @@ def _as_float(value: Any, device: torch.device) -> Tensor:
         return value.to(device)
     dtype = widest_float(device)
     return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def _instead(value: object) -> str:
+    """Return what to write in place of a value that cannot be logged, where that is known."""
+    if isinstance(value, Mapping | nn.ModuleDict):  # A MetricCollection is a ModuleDict.
+        return "Write self.log_dict(...) for several values by name."
+    if isinstance(value, MethodType | FunctionType | BuiltinFunctionType):
+        return f"Call it: {value.__name__}()."
+    return ""
 
 
 def _not_scalar(name: str, value: Any) -> ValueError:

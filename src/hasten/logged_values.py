@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,6 +90,8 @@ class LoggedValues:
         decisions = conventions.current()
         # Lightning keeps numbers in single precision: then names and tables have the same digits.
         self.single_precision = decisions.averages_in_single_precision and runtime.precision.precision != "64-true"
+        # It also rounds a product before it is added.
+        self.add_product = _add_rounded if self.single_precision else Tensor.add_
         # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run.
         self._double: set[str] = set()
         self._of_64_bits = {torch.float64, *((float,) if runtime.precision.precision == "64-true" else ())}
@@ -171,13 +174,8 @@ class LoggedValues:
         context = self.context
         logged = context.values.get(name)
         if logged is None or logged.options != options:
-            if isinstance(batch_size, Tensor) and batch_size.numel() != 1:
-                raise make_error(
-                    ValueError,
-                    f"self.log({name!r}, batch_size=...): a tensor of shape {tuple(batch_size.shape)}.",
-                    fix="Give the number of samples: batch_size=len(x).",
-                    argument="batch_size",
-                )
+            if batch_size is not None or (isinstance(value, Tensor) and value.is_complex()):
+                _check_given(name, value, batch_size)
             logged = self._resolve_options(context, name, value, LogOptions(*options))
         logged.add(value, batch_size)
         return logged
@@ -526,6 +524,7 @@ class LoggedValues:
 
         """
         self.deliver(wait=True)
+        self.batch_size = 0
         entries = [(loader_idx or 0, logged) for loader_idx, logged in self._of_epoch(stage)]
         # The hooks between the first and the second closing log no steps.
         latest = {} if stage in self._closed else self._latest_step_values(stage)
@@ -599,6 +598,7 @@ class LoggedValues:
 
     def start_epoch(self, stage: str) -> None:
         """Forget what the stage's last epoch accumulated."""
+        self.batch_size = 0
         self._closed.pop(stage, None)
         self._rows = []
         self._bar_sent = time.monotonic()
@@ -829,12 +829,39 @@ def _as_metric(value: Any, *, double: bool = False) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64 if double else None)
 
 
+def _add_rounded(total: Tensor, value: Tensor, *, alpha: int) -> Tensor:
+    return total.add_(value * alpha)
+
+
+def _check_given(name: str, value: object, batch_size: object) -> None:
+    if isinstance(value, Tensor) and value.is_complex():
+        raise make_error(
+            ValueError,
+            f"self.log({name!r}, value): a complex value.",
+            fix="Log value.real, value.imag or value.abs().",
+            argument="value",
+        )
+    if isinstance(batch_size, Tensor):
+        shown = f"a tensor of shape {tuple(batch_size.shape)}" if batch_size.numel() != 1 else ""
+    elif batch_size is None or (isinstance(batch_size, Real) and float(batch_size) >= 0):
+        return
+    else:
+        shown = repr(batch_size)
+    if shown:
+        raise make_error(
+            ValueError,
+            f"self.log({name!r}, batch_size=...): {shown}.",
+            fix="Give the number of samples: batch_size=len(x).",
+            argument="batch_size",
+        )
+
+
 def _check_place(row: Hook, name: object, where: str, options: LogOptions) -> None:
     """Raise unless a value can be logged under this name in this hook."""
     if row.log is None:
         raise MisconfigurationException(
             f"{where}: values cannot be logged here.",
-            fix="Log them in a step, or in an epoch hook such as on_train_epoch_end.",
+            fix="Log them in a training, validation or test step, or in a hook such as on_train_epoch_end.",
         )
     if not isinstance(name, str):
         raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")

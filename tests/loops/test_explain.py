@@ -172,3 +172,95 @@ def test_the_place_of_an_error_in_backward_comes_before_what_mends_it() -> None:
     place, remedy = notes(caught.value).splitlines()
     assert place.startswith("in Net.training_step, batch 0")
     assert "Return its mean" in remedy
+
+
+# -- losses, shapes and batches
+
+
+def conv(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.conv = torch.nn.Conv2d(1, 4, 3)
+    return self.conv(torch.zeros(4, 5, 5)).mean()
+
+
+def half(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.layers.half()
+    return self.loss(batch)
+
+
+def truth(self: Any, batch: Any, batch_idx: int) -> Any:
+    if batch[0]:
+        return None
+
+
+def read_twice(self: Any) -> Any:
+    parameters = self.parameters()
+    assert sum(each.numel() for each in parameters)
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def frozen(self: Any) -> Any:
+    self.requires_grad_(False)
+    return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+
+functional = torch.nn.functional
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda self, batch, _: torch.nn.CrossEntropyLoss(self(batch[0]), batch[1]), "nn.CrossEntropyLoss()("),
+        (lambda self, batch, _: torch.nn.MSELoss(self(batch[0]), batch[1]), "nn.MSELoss()("),
+        (truth, ".any(), .all()"),
+        (
+            lambda self, batch, _: functional.cross_entropy(self(batch[0]), batch[1], weight=[1.0, 2.0]),
+            "weight=torch.tensor([...], device=self.device)",
+        ),
+        (conv, "x.unsqueeze(1)"),
+        (lambda self, batch, _: self(batch[0].view(-1)).mean(), "x.flatten(1)"),
+        (lambda self, batch, _: self(batch[0].T).mean(), "leave .T out"),
+        (lambda self, batch, _: functional.cross_entropy(self(batch[0]).argmax(1), batch[1]), "without .argmax()"),
+        (lambda self, batch, _: functional.cross_entropy(batch[1], self(batch[0])), "loss(scores, labels)"),
+        (lambda self, batch, _: (self(batch[0]).argmax(1) == batch[1]).mean(), "(a == b).float().mean()"),
+        (half, "Trainer(precision='16-true')"),
+        (lambda self, batch, _: self.lr_schedulers().step(), "returned no learning rate scheduler"),
+        (lambda self, batch, _: [].step(), "The list is empty"),  # type: ignore[attr-defined]
+        (lambda self, batch, _: self.lr, "Write self.hparams.lr"),
+    ],
+)
+def test_the_line_to_write_fits_what_is_there(step: Any, said: str) -> None:
+    with pytest.raises(Exception) as caught:
+        quiet().fit(with_step(step), loader())
+    assert said in notes(caught.value)
+
+
+def test_an_attribute_that_text_lacks_is_explained_if_tensors_have_it() -> None:
+    for name, explained in (("to", True), ("items", False)):
+        with pytest.raises(AttributeError) as caught:
+            quiet().fit(with_step(lambda self, batch, batch_idx, name=name: getattr("text", name)), loader())
+        assert ("tokenizer" in notes(caught.value)) is explained
+
+
+def test_samples_that_are_not_stacked_are_said_to_be() -> None:
+    def unpacks(self: Any, batch: Any, batch_idx: int) -> Any:
+        _x, _y = batch
+
+    data = torch.utils.data.DataLoader(loader().dataset, batch_size=4, collate_fn=list)
+    with pytest.raises(ValueError) as caught:
+        quiet().fit(with_step(unpacks), data)
+    assert "list of 4 samples" in notes(caught.value)
+
+
+@pytest.mark.parametrize(("configure", "said"), [(read_twice, "read only once"), (frozen, "requires_grad=False")])
+def test_why_an_optimizer_gets_no_parameters(configure: Any, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        quiet().fit(type("Net", (Classifier,), {"configure_optimizers": configure})(), loader())
+    assert said in notes(caught.value)
+
+
+def test_gradients_in_an_evaluation_are_told_how_to_get_them() -> None:
+    net = type("Net", (Classifier,), {"validation_step": lambda self, batch, _: self.loss(batch).backward()})()
+    with pytest.raises(RuntimeError) as caught:
+        quiet().validate(net, loader())
+    assert "torch.enable_grad()" in notes(caught.value)
+    assert "inference_mode=False" in notes(caught.value)

@@ -319,3 +319,84 @@ def test_a_callback_without_the_init_of_its_base_is_explained() -> None:
     with pytest.raises(AttributeError) as caught:
         quiet(callbacks=WithoutInit())
     assert "super().__init__()" in notes(caught.value)
+
+
+# -- steps that change no weight
+
+
+class NoClosure(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step()
+
+
+def test_a_closure_that_optimizer_step_does_not_pass_on_is_an_error_of_the_first_batch() -> None:
+    with refused(ValueError, fix="optimizer.step(closure=optimizer_closure)", says=("NoClosure", "batch 0")):
+        quiet().fit(NoClosure(), loader())
+
+
+class MovesNothing(Classifier):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch[0] *= 2
+
+
+@pytest.mark.parametrize(("accumulate", "manual"), [(1, False), (2, False), (1, True)])
+def test_batches_that_are_all_none_end_the_epoch_with_the_reason(accumulate: int, manual: bool) -> None:
+    model = MovesNothing()
+    model.automatic_optimization = not manual
+    with refused(ValueError, fix="return batch", says="None"):
+        quiet(accumulate_grad_batches=accumulate).fit(model, loader())
+
+
+def test_some_batches_that_are_none_are_skipped() -> None:
+    given = iter(range(100))
+
+    def every_other(samples: Any) -> Any:
+        return torch.utils.data.default_collate(samples) if next(given) % 2 else None
+
+    data = loader().dataset
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Classifier(), DataLoader(data, batch_size=4, collate_fn=every_other))
+    assert trainer.global_step == trainer.num_training_batches
+
+
+class OfANumber(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.tensor(self.loss(batch).item(), requires_grad=True)
+
+
+class BeforeItsHead(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(super().forward(x))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
+    with warned(UserWarning, says=("OfANumber", "no weight"), fix="torch.tensor(...)"):
+        quiet().fit(OfANumber(), loader())
+    with warned(UserWarning, says=("head.weight, head.bias",), fix="configure_optimizers"):
+        quiet().fit(BeforeItsHead(), loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = Classifier()
+        model.hparams.lr = 0.0
+        quiet().fit(model, loader())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"check_val_every_n_epoch": 3}, {"val_check_interval": 1000, "check_val_every_n_epoch": None}],
+)
+def test_a_fit_without_any_validation_is_said(arguments: Any) -> None:
+    with warned(UserWarning, says=("no validation", *arguments), fix="limit_val_batches=0"):
+        quiet(max_epochs=2, **arguments).fit(Classifier(), loader(), loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(max_epochs=3, check_val_every_n_epoch=3).fit(Classifier(), loader(), loader())
+        quiet(max_epochs=2, limit_val_batches=0, **arguments).fit(Classifier(), loader(), loader())

@@ -230,3 +230,148 @@ def test_a_change_in_place_names_the_layer() -> None:
     with pytest.raises(RuntimeError) as caught:
         quiet().fit(Net(), loader())
     assert "Sigmoid keeps for its gradient in or after the layer body" in notes(caught.value)
+
+
+# -- hooks with other arguments than they are given
+
+
+class OldEnd(Classifier):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+
+class OldBackward(Classifier):
+    def backward(self, loss: Any, optimizer: Any, optimizer_idx: int) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("model", "instead"),
+    [
+        (OldEnd, "def on_train_batch_end(self, outputs, batch, batch_idx)"),
+        (OldBackward, "def backward(self, loss)"),
+    ],
+)
+def test_hooks_of_lightning_1_are_refused_before_training(model: Any, instead: str) -> None:
+    trainer = quiet()
+    with refused(ValueError, fix=instead, says=model.__name__):
+        trainer.fit(model(), loader())
+    assert trainer.global_step == 0
+
+
+class OfOneLoader(L.Callback):
+    def on_validation_batch_end(  # type: ignore[override]
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None: ...
+
+
+class OfLoaders(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+
+def test_a_callback_that_does_not_take_dataloader_idx_is_refused_with_two_loaders_and_runs_with_one() -> None:
+    quiet(callbacks=OfOneLoader()).fit(OfLoaders(), loader(), loader())
+    with refused(ValueError, fix="dataloader_idx=0", says="OfOneLoader.on_validation_batch_end()"):
+        quiet(callbacks=OfOneLoader()).fit(OfLoaders(), loader(), [loader(), loader()])
+
+
+def test_a_class_among_the_callbacks_is_refused_wherever_it_comes_from() -> None:
+    for configured in (EarlyStopping, [EarlyStopping]):
+        model = Classifier()
+        model.configure_callbacks = lambda given=configured: given  # type: ignore[method-assign]
+        with refused(TypeError, "callbacks", fix="EarlyStopping()", says="Classifier.configure_callbacks()"):
+            quiet().fit(model, loader())
+    model.configure_callbacks = lambda: [5]  # type: ignore[method-assign, list-item, return-value]
+    with refused(TypeError, "callbacks", says=("int", "Callback")):
+        quiet().fit(model, loader())
+    trainer = quiet()
+    trainer.callbacks.append(EarlyStopping)  # type: ignore[arg-type]
+    with refused(TypeError, "callbacks", fix="EarlyStopping()"):
+        trainer.fit(Classifier(), loader())
+
+
+# -- values that are logged
+
+
+def logs(value: Any, **options: Any) -> Classifier:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.log("it", value, **options)
+        return self.loss(batch)
+
+    return type("Net", (Classifier,), {"training_step": training_step})()
+
+
+@pytest.mark.parametrize("size", [-2, "8", torch.Size([8, 4]), torch.ones(2)])
+def test_a_batch_size_is_a_number_of_samples(size: Any) -> None:
+    with refused(ValueError, "batch_size", fix="batch_size=len(x)", says="'it'"):
+        quiet().fit(logs(1.0, batch_size=size, on_epoch=True), loader())
+
+
+def test_what_cannot_be_logged_is_told_what_to_write() -> None:
+    with refused(ValueError, "value", fix="value.abs()"):
+        quiet().fit(logs(torch.tensor(1 + 2j)), loader())
+    with refused(ValueError, fix="self.log_dict("):
+        quiet().fit(logs({"a": 1.0}), loader())
+    with refused(ValueError, fix="item()"):
+        quiet().fit(logs(torch.ones(1).item), loader())
+
+
+# -- calls
+
+
+def test_an_argument_that_a_call_does_not_have_is_told_where_it_belongs() -> None:
+    trainer, call = quiet(), Classifier()
+    with refused(TypeError, "train_dataloader", fix="train_dataloaders"):
+        trainer.fit(call, train_dataloader=loader())  # type: ignore[call-arg]
+    with refused(TypeError, "max_epochs", fix="Trainer(max_epochs=...)"):
+        trainer.fit(call, loader(), max_epochs=3)  # type: ignore[call-arg]
+    with refused(TypeError, "test_dataloaders", fix="dataloaders"):
+        trainer.test(call, test_dataloaders=loader())  # type: ignore[call-arg]
+    with refused(TypeError, "accumulate_grad_batches", fix="GradientAccumulationScheduler(scheduling={0: 2})"):
+        quiet(accumulate_grad_batches={0: 2})
+
+
+def test_a_value_of_another_stage_is_not_proposed() -> None:
+    class TwoLoaders(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val_loss", self.loss(batch))
+
+    with refused(ValueError, "monitor", fix="Did you mean 'val_loss/dataloader_idx_0'?"):
+        quiet(callbacks=EarlyStopping("val_loss")).fit(TwoLoaders(), loader(), [loader(), loader()])
+    with pytest.raises(ValueError) as caught:
+        quiet(callbacks=EarlyStopping("val_loss")).fit(Classifier(), loader())
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_a_name_that_only_sounds_like_an_accuracy_is_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, mode in (("val_accumulated_cost", "min"), ("1-accuracy", "min"), ("loss_reduction", "max")):
+            EarlyStopping(name, mode=mode)
+    with warned(UserWarning, fix="mode='max'"):
+        EarlyStopping("val_acc5", mode="min")
+
+
+def test_checkpoints_that_do_not_fit_are_told_apart(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Classifier(), loader())
+    path = tmp_path / "whole.ckpt"
+    trainer.save_checkpoint(path)
+    with pytest.raises(TypeError) as caught:
+        Classifier.load_from_checkpoint(path, hidden=3)
+    assert "'hidden' is not an argument of Classifier.__init__" in notes(caught.value)
+
+    class Other(L.LightningModule):
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 1)
+
+    with pytest.raises(RuntimeError) as mixed:
+        Other.load_from_checkpoint(path)
+    assert "no name in common" in str(mixed.value)
+    with refused(FileNotFoundError, says=("empty", "best_model_path")):
+        Classifier.load_from_checkpoint("")
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    fabric.save(path, {"model": nn.Linear(3, 3)})
+    with pytest.raises(RuntimeError) as shapes:
+        fabric.load(path, {"model": nn.Linear(4, 3)})
+    assert "whole.ckpt" in notes(shapes.value)

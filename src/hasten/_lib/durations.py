@@ -61,7 +61,9 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     """
     count = re.fullmatch(r"(\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
     if count is None or count.group(2) not in _COUNTS:
-        return Period(time=parse_duration(value, argument=argument))
+        return Period(
+            time=_parse_duration(value, argument, "" if _name_of(argument) == "max_time" else "a whole number, ")
+        )
     number = int(count.group(1)[:_DIGITS])
     if number == 0 or len(count.group(1)) > _DIGITS:
         what = f"{argument} got {shown(value)}: it must be {'less than that' if number else 'more than zero'}."
@@ -87,6 +89,10 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         datetime.timedelta(seconds=5400)
 
     """
+    return _parse_duration(value, argument)
+
+
+def _parse_duration(value: str | dict[str, Any] | timedelta, argument: str, other: str = "") -> timedelta:
     if not isinstance(value, str):
         return _duration(value, value, argument)
     text = value.strip().lower()
@@ -101,8 +107,8 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     raise MisconfigurationException(
         f"{argument} got {shown(value)}:",
         fix=(
-            "write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and optimizer steps, where they "
-            f"can be given: '2ep', '500st').{hint}"
+            f"write {other}'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and optimizer steps, "
+            f"where they can be given: '2ep', '500st').{hint}"
         ),
         argument=_name_of(argument),
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import add_note, is_call_of_torch
 from hasten._lib.names import did_you_mean
-from hasten.extend.frames import file_of, method_owner
+from hasten.extend.frames import file_of, made_in, method_owner
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, is_builtin, names_in, package_of, source_file
 
 _NO_BATCH = object()
@@ -190,7 +190,19 @@ def _features(found: re.Match[str], place: _Place) -> str:
     _, got, takes, gives = found.groups()
     if place.layer is not None and not isinstance(place.layer, nn.Linear):
         return f"Use sizes that agree: the first has {got} columns, the second {takes} rows."
+    inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    if inputs and inputs[0].dim() == 1:
+        return "The input has no batch dimension: keep it by x.flatten(1), not x.flatten() or x.view(-1)."
+    if inputs and inputs[0].dim() == 2 and inputs[0].shape[0] == int(takes) and int(got) in _batch_sizes(place):
+        return "The batch dimension comes first, and the input is transposed: leave .T out."
     return f"The layer takes {takes} features and gets {got}: nn.Linear({got}, {gives})."
+
+
+def _batch_sizes(place: _Place) -> set[int]:
+    """Return the first sizes of the tensors of the batch."""
+    batch = place.batch
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    return {each.shape[0] for each in values if isinstance(each, Tensor) and each.dim()}
 
 
 def _labels(found: re.Match[str], place: _Place) -> str:
@@ -225,6 +237,8 @@ def _indices(_: re.Match[str], place: _Place) -> str:
 
 def _of_labels(found: re.Match[str], place: _Place) -> str:
     tensors = place.local("input", "target")
+    if tensors is not None and not tensors[0].is_floating_point():
+        return _of_whole_numbers(found, place)
     if tensors is not None and tensors[0].shape == tensors[1].shape and tensors[0].dim() > 1:
         return "Use y.float() for targets that are a probability for each class, or y.argmax(1) for labels of classes."
     if tensors is not None and tensors[1].dim() == 2 and tensors[1].shape[1] == 1:
@@ -232,8 +246,24 @@ def _of_labels(found: re.Match[str], place: _Place) -> str:
     return "Use y.long() for labels of classes: scores (batch, classes), labels (batch,)."
 
 
+def _of_whole_numbers(_: re.Match[str], place: _Place) -> str:
+    tensors = place.local("input", "target")
+    if tensors is None or tensors[0].is_floating_point():
+        return "Use .float() for the whole numbers in this line, for instance y.float()."
+    if tensors[1].is_floating_point():
+        return "The predictions come first, then the labels, and here the two are swapped: loss(scores, labels)."
+    return "The predictions are whole numbers, which have no gradient: give the scores, without .argmax()."
+
+
 def _of_inputs(_: re.Match[str], place: _Place) -> str:
     inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    weight = next(place.layer.parameters(), None) if place.layer is not None else None
+    if inputs and weight is not None and weight.dtype in (torch.float16, torch.bfloat16, torch.float64):
+        precision = {"float16": "16-true", "bfloat16": "bf16-true", "float64": "64-true"}[_dtype(weight)]
+        return (
+            f"The layer has weights in {_dtype(weight)}, and x is {_dtype(inputs[0])}: leave .half(), .bfloat16() or "
+            f".double() out, and write Trainer(precision={precision!r})."
+        )
     if inputs and inputs[0].dtype == torch.uint8:
         return "Use x.float() / 255 in the dataset: images are read as whole numbers."
     if inputs and inputs[0].dtype in (torch.float64, torch.int64, torch.int32):
@@ -247,6 +277,9 @@ def _channels(found: re.Match[str], place: _Place) -> str:
     last = f" The last dimension has {takes}: x.permute(0, 3, 1, 2) puts channels before height and width."
     first = f"The layer takes {takes} channels and gets {gets}: "
     name = type(place.layer).__name__ if place.layer is not None else "nn.Conv2d"
+    inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    if inputs and inputs[0].dim() < len(sizes) and int(gets) in _batch_sizes(place):
+        return f"The input has no dimension for channels: x.unsqueeze(1), for a layer that takes {takes}."
     name = name if name.startswith("nn.") else f"nn.{name}"
     if len(sizes) == 4 and sizes[-1] == int(takes):
         return first.rstrip(": ") + "." + last
@@ -288,7 +321,11 @@ def _of_tensor(_: re.Match[str], place: _Place) -> str:
     return ""
 
 
-def _string(_: re.Match[str], place: _Place) -> str:
+def _attribute_of_text(_: re.Match[str], place: _Place) -> str:
+    return _text(place) if hasattr(Tensor, getattr(place.error, "name", None) or "") else ""
+
+
+def _text(place: _Place) -> str:
     if isinstance(place.batch, Mapping) and 0 < len(place.batch) <= 8:
         keys = [str(key) for key in place.batch]
         values = ", ".join(f"batch[{key!r}]" for key in keys)
@@ -297,18 +334,21 @@ def _string(_: re.Match[str], place: _Place) -> str:
 
 
 def _no_tensor(found: re.Match[str], place: _Place) -> str:
-    if found[1] == "str":
-        return _string(found, place)
-    if found[1] in ("list", "tuple"):
+    argument, kind = found.groups()
+    if kind == "str":
+        return _text(place)
+    if kind in ("list", "tuple") and argument.endswith("weight"):
+        return f"Make a tensor of it: {argument}=torch.tensor([...], device=self.device)."
+    if kind in ("list", "tuple"):
         if any(value and all(isinstance(each, str) for each in value) for value in _lists_near(place)):
             return "These labels are text. Give each name a number in the dataset, for instance names.index(label)."
         if place.batch is not _NO_BATCH and any(value is place.batch for value in place.inputs):
             return f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch."
-        return f"Give it one tensor: unpack the {found[1]}, or take its first part."
-    if found[1] == "NoneType":
+        return f"Give it one tensor: unpack the {kind}, or take its first part."
+    if kind == "NoneType":
         return "What it was given is None: a function before it has no return."
-    if hasattr(nn, found[1]):
-        return f"This is a layer, not what it computes: make the layer first, then call it: nn.{found[1]}()(x)."
+    if hasattr(nn, kind):
+        return f"This is a layer, not what it computes: make the layer first, then call it: nn.{kind}()(x)."
     return ""
 
 
@@ -334,6 +374,8 @@ def _without_init(kind: type) -> str:
 
 
 def _of_none(found: re.Match[str], place: _Place) -> str:
+    if re.search(rf"\blr_schedulers\(\)\.{found[1]}\b", place.line()):
+        return "self.lr_schedulers() is None: configure_optimizers returned no learning rate scheduler."
     if not re.search(rf"\blogger\.{found[1]}\b", place.line()):
         return ""
     return (
@@ -378,6 +420,8 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
         return _without_init(type(owner)) if _misses_init(type(owner), name) else _of_datamodule(owner, name)
     if "_modules" not in vars(owner):
         return _without_init(type(owner))
+    if name in (vars(owner).get("_hparams") or ()):
+        return f"Write self.hparams.{name}, or set self.{name} in {type(owner).__name__}.__init__."
     own = [*vars(owner), *owner._modules, *owner._parameters, *owner._buffers, *vars(type(owner))]
     if near := did_you_mean(name, [each for each in own if not each.startswith("_")]).strip():
         return near
@@ -480,6 +524,45 @@ def _keeps_changed(node: Any) -> bool:
     return False
 
 
+def _of_graph(_: re.Match[str], __: _Place) -> str:
+    if not torch.is_grad_enabled():
+        return (
+            "Evaluation computes no gradients. Write `with torch.enable_grad():` around what needs them, and "
+            "Trainer(inference_mode=False)."
+        )
+    return (
+        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
+        "torch.no_grad(), torch.tensor(loss), .argmax() or ==, or every parameter is frozen."
+    )
+
+
+def _no_parameters(_: re.Match[str], place: _Place) -> str:
+    owners = [owner for frame in place.frames if (owner := _module_of(frame)) is not None]
+    parameters = list(owners[0].parameters()) if owners else []
+    if not parameters:
+        return "Make the layers in __init__ or configure_model, as attributes or in an nn.ModuleList, not in a list."
+    if not any(parameter.requires_grad for parameter in parameters):
+        return f"Every parameter of {type(owners[0]).__name__} has requires_grad=False."
+    return "self.parameters() can be read only once: call it again, or keep list(self.parameters())."
+
+
+def _truth(_: re.Match[str], place: _Place) -> str:
+    for frame in place.frames:
+        if isinstance(made := made_in(frame), nn.modules.loss._Loss):
+            kind = type(made).__name__
+            return f"nn.{kind}(...) makes the function of the loss: write nn.{kind}()(predictions, targets)."
+    return "A tensor of several elements is neither true nor false: write .any(), .all(), or `is not None`."
+
+
+def _of_optimizers(_: re.Match[str], place: _Place) -> str:
+    if getattr(place.error, "obj", None) == []:
+        return "The list is empty: configure_optimizers returned none."
+    return (
+        "self.optimizers() and self.lr_schedulers() return a list where there are several: "
+        "first, second = self.optimizers()."
+    )
+
+
 def _dimension(found: re.Match[str], _: _Place) -> str:
     last = int(found[1])
     return f"The tensor has {last + 1} dimension{'s' * (last > 0)}: the last one is dim={last}, or dim=-1."
@@ -498,9 +581,14 @@ def _unpack(found: re.Match[str], place: _Place) -> str:
             "loader is a tensor, give fit DataLoader(TensorDataset(x, y), batch_size=...)."
         )
     if isinstance(batch, Mapping):
-        return _string(found, place)
+        return _text(place)
     if not isinstance(batch, (list, tuple)):
         return ""
+    if len(batch) > 1 and all(isinstance(each, (list, tuple)) and len(each) == expected for each in batch):
+        return (
+            f"The batch is a list of {len(batch)} samples: stack them in the collate_fn, as "
+            "torch.utils.data.default_collate does."
+        )
     names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if 1 < len(batch) <= 4 else "x," if batch else "*parts"
     return (
         "The step unpacks the batch into another number of parts than the dataset gives: "
@@ -601,9 +689,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"[Ee]xpected target dtype to be Long|for target with class probabilities|multi-target not supported|"
      r"expected scalar type Long", _ANY, _of_labels),
     (r"argument #1 'indices'", _ANY, "Use x.long(): an embedding takes whole numbers."),
+    (r"could not infer output dtype.* Got: Bool", _ANY, "Write .float() before the mean: (a == b).float().mean()."),
     (r"not implemented for '(?:Long|Int|Byte|Bool)'|can't be cast to the desired output type Long|"
-     r"could not infer output dtype|dtype (?:Long|Int) but expected Float", _ANY,
-     "Use .float() for the whole numbers in this line, for instance y.float()."),
+     r"could not infer output dtype|dtype (?:Long|Int) but expected Float", _ANY, _of_whole_numbers),
     (r"Double and Float|Float and Double|found Double|DoubleTensor|\(double\)|unsigned char|Byte and Float|"
      r"Long and Float|\(long", _ANY, _of_inputs),
     (r"expected scalar type|must have the same dtype|should be the same", _ANY, _of_inputs),
@@ -629,14 +717,13 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "Write self.log(name, value), or self.log_dict(values) for a dict."),
     (r"'(\w+)' object is not callable", (TypeError,), _hidden_method),
     (r"property '(\w+)' of '.*' object has no setter", (AttributeError,), _of_property),
-    (r"'str' object has no attribute", (AttributeError,), _string),
-    (r"argument '\w+' \(position \d\) must be Tensor, not (\w+)", (TypeError,), _no_tensor),
+    (r"'str' object has no attribute", (AttributeError,), _attribute_of_text),
+    (r"argument '(\w+)' \(position \d\) must be Tensor, not (\w+)", (TypeError,), _no_tensor),
+    (r"Boolean value of Tensor with more than one value", (RuntimeError,), _truth),
     (r"'(?:tuple|list)' object has no attribute '(?:shape|size|float|to|view|dim|device|mean|flatten|dtype)'",
      (AttributeError,), "This is several tensors: unpack them first, for instance output, state = self.lstm(x)."),
     (r"cannot assign \w+ before Module.__init__\(\) call", (AttributeError,), _before_init),
-    (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,),
-     "self.optimizers() and self.lr_schedulers() return a list where there are several: "
-     "first, second = self.optimizers()."),
+    (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,), _of_optimizers),
     (r"'NoneType' object has no attribute '(\w+)'", (AttributeError,), _of_none),
     (r"object has no attribute", (AttributeError,), _attribute),
     (r"object of type '(\w+)' has no len\(\)", (TypeError,),
@@ -645,11 +732,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"not supported between instances of '(?:str' and '(?:float|int)|(?:float|int)' and 'str)'", (TypeError,),
      "One of the two is text. Write a number: lr=1e-3, not lr='1e-3'; in YAML 1.0e-3."),
     # Gradients.
-    (r"does not require grad", _ANY,
-     "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
-     "torch.no_grad(), torch.tensor(loss), .argmax() or ==, or every parameter is frozen."),
-    (r"optimizer got an empty parameter list", (ValueError,),
-     "Make the layers in __init__ or configure_model, as attributes or in an nn.ModuleList, not in a list."),
+    (r"does not require grad|requires_grad=True on inference tensor", _ANY, _of_graph),
+    (r"optimizer got an empty parameter list", (ValueError,), _no_parameters),
     (r"implicitly created only for scalar", _ANY,
      "The loss has more than one element. Return its mean: `return loss.mean()`."),
     (r"a second time", _ANY, _MEMORY_OF_LAST),

@@ -6,14 +6,16 @@ import difflib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, StrEnum
-from typing import ParamSpec, Self
+from typing import ParamSpec, Self, TypeVar
 
 from hasten._lib.errors import make_error
 from hasten.extend.origin import ROOTS
 
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -31,7 +33,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 # Tools that look for where a class lives ask a package for the same missing names hundreds of times.
 @functools.lru_cache(maxsize=256)
 def _nearest(name: str, choices: tuple[str, ...]) -> str | None:
-    lowered = {choice.lower(): choice for choice in choices}
+    # A letter is like any short name.
+    lowered = {choice.lower(): choice for choice in choices if len(choice) > 1 or len(name) == 1}
     found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
@@ -47,6 +50,35 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """
     found = nearest(name, allowed)
     return f" Did you mean {found!r}?" if found is not None else ""
+
+
+def nearest_value(name: str, logged: Iterable[str]) -> str | None:
+    """Return the name of the logged value most like ``name``; None if only values of other stages are alike.
+
+    Example::
+
+        >>> nearest_value("val_loss", ["train_loss", "val_loss/dataloader_idx_0"])
+        'val_loss/dataloader_idx_0'
+        >>> nearest_value("val_loss", ["train_loss"])
+
+    """
+    logged, stage = list(logged), _stage(name)
+    longer = [each for each in logged if each.startswith(name)]
+    return (
+        min(longer) if longer else nearest(name, [each for each in logged if not stage or _stage(each) in ("", stage)])
+    )
+
+
+def did_you_mean_value(name: str, logged: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the name of a logged value, or nothing if ``nearest_value`` finds none."""
+    found = nearest_value(name, logged)
+    return f" Did you mean {found!r}?" if found is not None else ""
+
+
+def _stage(name: str) -> str:
+    """Return "train", "val" or "test" where the name of a value begins with it, else nothing."""
+    found = re.match(r"(train|val|test)(?:ing|id|idation)?(?![a-z])", name.lower())
+    return found[1] if found else ""
 
 
 def did_you_mean_file(name: str, files: Iterable[str]) -> str:
@@ -268,6 +300,31 @@ def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, N
         return checked
 
     return decorated
+
+
+def with_known_names(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a method so that an unknown argument is an error that names the nearest one.
+
+    It also says where the argument belongs, if the object is made with it.
+    """
+    known = frozenset(inspect.signature(call).parameters)
+
+    @functools.wraps(call)
+    def checked(*args: _P.args, **given: _P.kwargs) -> _T:
+        for name in given:
+            if name in known:
+                continue
+            kind = type(args[0])
+            fix = f"Write {kind.__name__}({name}=...)." if name in inspect.signature(kind).parameters else ""
+            raise make_error(
+                TypeError,
+                f"{kind.__name__}.{call.__name__}() got an unexpected keyword argument {name!r}.",
+                fix=fix or did_you_mean(name, known - {"self"}),
+                argument=name,
+            )
+        return call(*args, **given)
+
+    return checked
 
 
 def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object], owner: str) -> None:

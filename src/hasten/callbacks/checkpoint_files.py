@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, replacing, replacing_folder, set_aside
-from hasten._lib.names import defined_by_program, did_you_mean
+from hasten._lib.names import defined_by_program, did_you_mean_value
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
 from hasten.checkpoint.background import writer_of
@@ -114,7 +114,7 @@ def warn_of_unknown_fields(template: str | None, metrics: Mapping[str, Any]) -> 
                 f"checkpoint name {template} {name}",
                 f"ModelCheckpoint(filename={template!r}): nothing has logged {name!r}, which is 0 in the name. Logged "
                 f"are {', '.join(known)}.",
-                fix=did_you_mean(name, known),
+                fix=did_you_mean_value(name, known),
             )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean_value
 from hasten._lib.rank_zero import log, rank_zero_info, rank_zero_warn
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
@@ -310,7 +310,7 @@ _MORE = (
 # Parts with which a name leaves some doubt: a negative value, a difference, a loss called after its metric.
 _DOUBTFUL = (
     "neg", "negative", "minus", "inverse", "inv", "gap", "diff", "difference", "delta", "std", "var", "drop",
-    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "acceleration",
+    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "reduction", "decrease", "improvement",
 )  # fmt: skip
 
 
@@ -329,14 +329,15 @@ def right_mode(name: str) -> str | None:
     """
     words = _words(name)
     less = any(word in _LESS or word.endswith("loss") for word in words)
-    more = any(word in _MORE or word.startswith("acc") or word.endswith("acc") for word in words)
+    more = any(word in _MORE or re.fullmatch(r"acc\d+|.*acc|.*accuracy", word) for word in words)
     return None if less == more else "min" if less else "max"
 
 
 def warn_of_mode(owner: str, monitor: str, mode: str) -> None:
     """Warn where the name of the value says that the other direction is better, such as min for an accuracy."""
-    expected = right_mode(monitor)
-    if expected in (None, mode) or not set(_DOUBTFUL).isdisjoint(_words(monitor)):
+    expected, words = right_mode(monitor), _words(monitor)
+    # "1 - accuracy" begins with 1.
+    if expected in (None, mode) or not set(_DOUBTFUL).isdisjoint(words) or words[0] == "1":
         return
     rank_zero_warn(
         f"{owner}(monitor={monitor!r}, mode={mode!r}): the {'lowest' if mode == 'min' else 'highest'} value counts as "
@@ -352,7 +353,7 @@ def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged
     return MonitorNotLogged(
         f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: logged so far is "
         f"{listed}.",
-        fix=f"{did_you_mean(name, known)} Log it with self.log({name!r}, ...), or monitor another value.",
+        fix=f"{did_you_mean_value(name, known)} Log it with self.log({name!r}, ...), or monitor another value.",
         argument="monitor",
     )
 

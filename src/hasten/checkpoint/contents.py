@@ -390,11 +390,17 @@ def describe_misfit(owner: str, state: Mapping[str, Any], present: Mapping[str, 
             lines.append(f"  {title} ({len(keys)}): {', '.join(keys[:6])}{more}")
     if mis_shaped:
         lines.append("Make the model with the hyper-parameters the file was trained with.")
-    elif renamed := _renamed(missing, unexpected, state, present):
-        lines.append(f"{renamed[0]!r} looks like {renamed[1]!r}: was a layer renamed?")
     elif missing or unexpected:
-        lines.append("Pass strict=False (or set strict_loading = False) to load what fits.")
+        lines.append(_instead(missing, unexpected, state, present))
     return "\n".join(lines)
+
+
+def _instead(missing: list[str], unexpected: list[str], state: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    if renamed := _renamed(missing, unexpected, state, present):
+        return f"{renamed[0]!r} looks like {renamed[1]!r}: was a layer renamed?"
+    if not set(state) & set(present):
+        return "They have no name in common: use the class that the file was trained with."
+    return "Pass strict=False (or set strict_loading = False) to load what fits."
 
 
 def _renamed(

@@ -714,6 +714,12 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, not_found(local).rstrip("."), str(local)) from None
     except IsADirectoryError:
+        if not str(path):
+            raise make_error(
+                FileNotFoundError,
+                "The path of the checkpoint is empty:",
+                fix="a ModelCheckpoint's best_model_path is, until it has saved one.",
+            ) from None
         raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.", fix=_newest_in(local)) from None
     with file:
         yield file

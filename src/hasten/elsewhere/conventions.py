@@ -69,6 +69,11 @@ class Conventions:
         lightning="is called with the epoch",
         hasten="is called in training only",
     )
+    clears_gradients_for_validation: bool = _decision(
+        "gradients of manual optimization that are there when a validation begins",
+        lightning="are cleared",
+        hasten="are kept: the next step may add to them",
+    )
     clears_gradients_at_start: bool = _decision(
         "gradients that are there when `fit` begins",
         lightning="are cleared",
@@ -98,7 +103,7 @@ class Conventions:
     # Errors and warnings.
     mistakes_are_warnings: bool = _decision(
         "mistakes that leave a run without effect: an empty loader, `training_step` that always returns None, hooks "
-        "with parameters that they are not given, arguments that nothing takes, a file that is missing",
+        "with parameters that they are not given, arguments and keys that nothing takes, a file that is missing",
         lightning="a warning, or an error only when the hook is called",
         hasten="an error before training, or at the end of the epoch that trained nothing",
     )

@@ -36,18 +36,18 @@ def sanity_check(run: Run) -> None:
     run.state.stage = RunningStage.SANITY_CHECKING
     # A resumed run makes no check: what the hooks of this one change is part of checkpoints.
     run.module_changes.before_sanity_check()
-    run.hooks.on_sanity_check_start()
-    # Training must not depend on whether the check ran.
-    # Values that it logs do not belong to this fit.
-    on_row, run.logged.on_row = run.logged.on_row, None
-    with isolate_rng(), run.data.validation.limited_to(steps):
-        if not run.data.validation.is_off():
-            check_takes_loader(run.module, "validation", len(run.data.validation.load()))
-            run.observers.watch("run_evaluation", evaluate)(run, run.data.validation)
-    _warn_of_monitors(run)
-    run.logged.on_row = on_row
-    run.evaluation.batches.clear()
-    run.hooks.on_sanity_check_end()
+    # Training must not depend on whether the check ran: neither its random numbers nor the values that it logs count.
+    with isolate_rng():
+        run.hooks.on_sanity_check_start()
+        on_row, run.logged.on_row = run.logged.on_row, None
+        with run.data.validation.limited_to(steps):
+            if not run.data.validation.is_off():
+                check_takes_loader(run, "validation", len(run.data.validation.load()))
+                run.observers.watch("run_evaluation", evaluate)(run, run.data.validation)
+        _warn_of_monitors(run)
+        run.logged.on_row = on_row
+        run.evaluation.batches.clear()
+        run.hooks.on_sanity_check_end()
     run.module_changes.after_sanity_check()
     run.logged.forget_callback_values()
 
@@ -177,7 +177,7 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
                 fix=f"Set trainer.{limit} = 1.0 before it.",
             )
         return []
-    check_takes_loader(run.module, "test" if testing else "validation", len(source.load()))
+    check_takes_loader(run, "test" if testing else "validation", len(source.load()))
     results = evaluate(run, source)
     run.limits.leave_if_stopped()
     if verbose and run.runtime.is_global_zero:
@@ -315,8 +315,10 @@ def validate_if_due(run: Run) -> None:
         finish()
         return
     # Gradients that later batches may add to are cleared only by a hook that the user overrides.
-    may_release = not run.window.gradients_may_count() or overrides(
-        run.module, LightningModule, "on_validation_model_zero_grad"
+    may_release = (
+        not run.window.gradients_may_count()
+        or run.conventions.clears_gradients_for_validation
+        or overrides(run.module, LightningModule, "on_validation_model_zero_grad")
     )
     if progress.accumulation_index == 0 and may_release:
         run.module.on_validation_model_zero_grad()
@@ -391,7 +393,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     if run.data.predict.is_off():
         return None
     hooks, module, several = run.hooks, run.module, len(run.data.predict.load()) > 1
-    check_takes_loader(module, "predict", len(run.data.predict.load()))
+    check_takes_loader(run, "predict", len(run.data.predict.load()))
     run.runtime.strategy.sharding.reshard()
     if run.conventions.samplers_learn_epoch:
         run.data.predict.tell_samplers(run.progress.current_epoch)

@@ -108,6 +108,8 @@ def fit(run: Run) -> None:
     run.observers.guard = bad_loss.guard(run)
     if run.progress.epochs_done == 0 and not run.progress.mid_epoch:
         run.data.train.begin()
+    elif run.resume.from_batch < 0:
+        run.data.train.begin_in_vain()
     run.observers.pace.begin(run, functools.partial(_train_step, run), says=bool(run.arguments.enable_progress_bar))
     run.hooks.on_train_start()
     run.module_changes.begin()
@@ -358,6 +360,8 @@ def _skip_none(epoch: EpochSettings, batch_idx: int) -> Any:
     is_alone = window.is_start and window.is_end and not epoch.several_processes
     if run.module.automatic_optimization and not is_alone:
         epoch.train_step(None, batch_idx)
+    else:
+        window.skipped_batches += 1
     return None
 
 
@@ -534,21 +538,21 @@ def _closure_step(run: Run) -> Step:
         if not window.is_end:
             return forward_backward(batch, batch_idx)
         outputs: Any = None
-        computed = False
+        called = False
 
         def compute() -> Tensor | None:
-            nonlocal outputs, computed
-            if computed and not window.is_start:
+            nonlocal outputs, called
+            if called and not window.is_start:
                 raise computed_again(run)
+            called = True
             with torch.enable_grad():  # Some optimizers turn gradients off around all of their step.
                 outputs = forward_backward(batch, batch_idx, keep_outputs=True)
             if not in_step:
                 finish_gradients()
-            computed = True
             return outputs["loss"] if outputs else None
 
         _step_with_closure(run, batch_idx, compute)
-        if in_step and not computed:
+        if not called:
             raise MisconfigurationException(
                 f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on "
                 f"batch {batch_idx}.",

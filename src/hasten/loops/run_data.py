@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import defined_by_program
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint.files import is_plain, objects_allowed
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
@@ -122,7 +122,7 @@ class StageData:
             return False
         if self._several_processes:
             return False
-        streams = self.load()
+        streams = self._streams or self.load()
         return self.most_batches == 0 or not any(map(self._limited, streams))
 
     @property
@@ -166,13 +166,13 @@ class StageData:
     @property
     def limits(self) -> list[float]:
         """Number of batches of each loader to use, if their lengths are right; infinite when unknown."""
-        streams = self.load()
+        streams = self._streams or self.load()
         return [min(limit, self.most_batches) for limit in map(self._limited, streams)]
 
     @property
     def limit(self) -> float:
         """Number of batches of the epoch on all processes; infinite when unknown."""
-        streams = self.load()
+        streams = self._streams or self.load()
         return min(self._limited(streams[0]), self.most_batches, self.agreed_limit)
 
     def all_limits(self) -> list[float]:
@@ -250,10 +250,8 @@ class StageData:
         elif self._streams is not None and self._reloads_at(epoch):
             self.reload()
             self._loaded_at_epoch = epoch
-            if self._conventions.opens_loaders_late and self.stage == "train":
-                # Lightning begins new loaders twice. Random numbers drawn by that come before the epoch's own.
-                self.begin()
-                self.close()
+            if self.stage == "train":
+                self.begin_in_vain()
 
     def reload_next(self) -> None:
         """Make the next ``reload_if_due`` ask for the loaders again, if reloading is on."""
@@ -305,6 +303,12 @@ class StageData:
         """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""
         if self._conventions.opens_loaders_late and self.load() and self.limits[0] != 0:
             self.load()[0].begin()
+
+    def begin_in_vain(self) -> None:
+        """Draw the numbers that Lightning draws for loaders in a later epoch than the first: it begins them twice."""
+        if self._conventions.opens_loaders_late:
+            self.begin()
+            self.close()
 
     def start_epoch(self, *, resumes: bool = False) -> Generator[tuple[Any, bool], None, None]:
         """Return the batches of a new epoch with a flag for the last, or of the rest of the one of a loaded state."""
@@ -518,11 +522,16 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
         # The hooks are not part of the step before.
         context = run.logged.context
         run.logged.leave()
+        given = batch
         if before is not None:
             batch = before(batch, loader_idx)
         batch = to_device(batch) if move is None else move(batch, device, loader_idx)
         batch = batch if after is None else after(batch, loader_idx)
         run.logged.context = context
+        if batch is None and given is not None:
+            own = " or ".join(name for name, found in zip(names, (before, move, after), strict=True) if found)
+            who = own or "batch_to_device of the strategy"
+            warn_once("no batch", f"{who} returned None instead of the batch.", fix="End it with `return batch`.")
         return batch
 
     return run.observers.watch("batch_to_device", transfer)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException, add_note
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean_value
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn
 from hasten.hooks import Hook
 from hasten.machine.signals import LeaveRun
@@ -80,6 +80,16 @@ class ValidationSchedule:
                 fix="Give a number of batches, for instance val_check_interval=1000.",
                 argument="val_check_interval",
             )
+
+    def never_due(self, first_epoch: int, max_epochs: float, length: float) -> str:
+        """Return the arguments that leave epochs of ``length`` batches without a validation; '' if one is due."""
+        every, interval = self._every_n_epochs, self._interval
+        if every is None:
+            late = isinstance(interval, int) and interval > length * max_epochs
+            return f"val_check_interval={interval}, check_val_every_n_epoch=None" if late else ""
+        if math.isinf(max_epochs):
+            return ""
+        return "" if max_epochs // every > first_epoch // every else f"check_val_every_n_epoch={every}"
 
     def due_in(self, epoch: int) -> bool:
         """Return whether validation may be due in an epoch."""
@@ -207,7 +217,7 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
         f"Logged so far: {sorted(metrics)}."
     )
     fix = (
-        f"{did_you_mean(name, list(metrics))} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "
+        f"{did_you_mean_value(name, metrics)} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "
         "and frequency so that it steps after the validation that logs it."
     )
     if config.strict:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from itertools import islice
-from types import FunctionType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -32,7 +32,7 @@ from hasten._lib.explain import describe_batch, explain, explain_graph
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, is_sharded, left_in_eval_mode, parameters_of, whole
-from hasten.arguments import Arguments
+from hasten.arguments import Arguments, require_callback
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from, is_builtin, module_of, source_file
 from hasten.hooks import nothing, overridden, overrides
@@ -193,7 +193,10 @@ def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> Part
 def check_fit(run: Run) -> None:
     """Check what can only be checked once loaders and optimizers exist."""
     if not run.data.train.is_off() and not run.data.validation.is_switched_off:
-        run.data.validation_schedule.check(run.data.train.limit)
+        length = run.data.train.limit
+        run.data.validation_schedule.check(length)
+        if run.arguments.check_val_every_n_epoch != 1:
+            _warn_of_no_validation(run, length)
     for optimizer in run.optimizers:
         run.runtime.engine.require_parameters(optimizer)
         if run.module.automatic_optimization:
@@ -208,10 +211,20 @@ def check_fit(run: Run) -> None:
         )
 
 
+def _warn_of_no_validation(run: Run, length: float) -> None:
+    first, epochs = run.progress.epoch, run.limits.max_epochs
+    why = run.data.validation_schedule.never_due(first, epochs, length) if epochs > first else ""
+    if why and not run.conventions.warns_of_settings and not run.data.validation.is_off():
+        rank_zero_warn(
+            f"Trainer({why}): no validation is due in {epochs} epochs of {length} batches.",
+            fix="Validate more often, or write limit_val_batches=0.",
+        )
+
+
 def check_evaluation(run: Run) -> None:
     """Check the validation of a fit before training, so that errors show at once."""
     if not run.data.validation.is_off():
-        check_takes_loader(run.module, "validation", len(run.data.validation.load()))
+        check_takes_loader(run, "validation", len(run.data.validation.load()))
 
 
 def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
@@ -335,11 +348,16 @@ def check_signatures(
     module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[Callback]
 ) -> None:
     """Check every hook and step that is overridden."""
+    # With manual optimization, backward gets what the program gives to manual_backward.
+    called = ["backward"] if module.automatic_optimization else []
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        require_callback("Trainer.callbacks", callback)
     for owner, base, names in (
         (
             module,
             LightningModule,
-            [*_names(CheckpointHooks), *_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS],
+            [*_names(CheckpointHooks), *_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS, *called],
         ),
         (datamodule, LightningDataModule, _names(DataHooks)),
         *((callback, Callback, _names(Callback)) for callback in callbacks),
@@ -374,7 +392,8 @@ def _arguments(base: type, name: str) -> tuple[str, ...]:
     """Return the arguments that are always passed: those without a default in the base class, and a few others."""
     parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     always = ("optimizer_closure", *(_BY_NAME if name == "configure_gradient_clipping" else ()))
-    return tuple(p.name for p in parameters if p.default is p.empty or p.name in always)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return tuple(p.name for p in named if p.default is p.empty or p.name in always)
 
 
 def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
@@ -410,7 +429,8 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
         )
     _check_runs(owner, name, method, arguments)
     # The number of loaders is not known yet: see check_takes_loader.
-    of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
+    evaluates = name.endswith(("_batch_start", "_batch_end")) and not name.startswith("on_train_")
+    of_loader = evaluates and _accepts(method, (*arguments, "dataloader_idx"))
     if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
         _refuse_signature(
             f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
@@ -472,7 +492,7 @@ def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) 
     _refuse_signature(what, fix)
 
 
-def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
+def check_takes_loader(run: Run, stage: str, loaders: int) -> None:
     """Check that "validation", "test" or "predict" hooks take ``dataloader_idx`` if, and only if, it is given.
 
     Raises:
@@ -480,31 +500,38 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
 
     """
     batch = ("batch", "batch_idx", "dataloader_idx")
+    first = ("trainer", "pl_module")
+    others = [each for each in run.hooks.owners() if isinstance(each, Callback)] if loaders > 1 else []
     for name, arguments in (
         (f"{stage}_step", batch),
         (f"on_{stage}_batch_start", batch),
         (f"on_{stage}_batch_end", ("outputs", *batch)),
     ):
-        if not overrides(module, LightningModule, name):
-            continue
-        method, hook = getattr(module, name), f"`{type(module).__name__}.{name}()`"
-        instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
-        # A predict_step without this argument does not get it, and neither does a step that fetches its batches itself.
-        may_lack = name == "predict_step" or takes_iterator(method)
-        if loaders > 1 and not may_lack and not _accepts(method, arguments):
-            raise DataloaderIndexError(
-                f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.",
-                fix=instead,
-            )
-        if loaders > 1 or not has_parameter(method, "dataloader_idx"):
-            continue
-        parameter = inspect.signature(method).parameters["dataloader_idx"]
-        if parameter.default is parameter.empty:
-            raise DataloaderIndexError(
-                f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
-                "given where there are several.",
-                fix=instead,
-            )
+        for owner in others if name.startswith("on_") else ():
+            if overrides(owner, Callback, name):
+                _check_takes_loader(owner, name, (*first, *arguments), stage, loaders)
+        if overrides(run.module, LightningModule, name):
+            _check_takes_loader(run.module, name, arguments, stage, loaders)
+
+
+def _check_takes_loader(owner: object, name: str, arguments: tuple[str, ...], stage: str, loaders: int) -> None:
+    method, hook = getattr(owner, name), f"`{type(owner).__name__}.{name}()`"
+    instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
+    # A predict_step without this argument does not get it, and neither does a step that fetches its batches itself.
+    may_lack = name == "predict_step" or takes_iterator(method)
+    if loaders > 1 and not may_lack and not _accepts(method, arguments):
+        raise DataloaderIndexError(
+            f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.", fix=instead
+        )
+    if loaders > 1 or not has_parameter(method, "dataloader_idx"):
+        return
+    parameter = inspect.signature(method).parameters["dataloader_idx"]
+    if parameter.default is parameter.empty:
+        raise DataloaderIndexError(
+            f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
+            "given where there are several.",
+            fix=instead,
+        )
 
 
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
@@ -590,6 +617,9 @@ class FirstEpoch:
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
         # The parameters of the module when its optimizers were made, by id.
         self._known: Mapping[int, nn.Parameter] = {}
+        # Before the epoch: the steps so far, and how often torch had changed each trained parameter in place.
+        self._steps = 0
+        self._versions: list[tuple[nn.Parameter, int]] = []
 
     def expect(self, parameters: Mapping[int, nn.Parameter]) -> None:
         """Note the parameters of the module, by id, when its optimizers were made."""
@@ -619,18 +649,21 @@ class FirstEpoch:
         if run.conventions.warns_of_settings:
             self._warn_of_interval(run)
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
-        trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
+        # By id: the hash of a tensor is a Python call.
+        trained = {id(parameter): parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
         known, self._known = self._known, {}
+        self._steps = run.progress.global_step
+        self._versions = [(parameter, parameter._version) for parameter in trained.values()]
         found: list[str] = []
         own: set[int] = set()
         for name, part in module.named_modules():
             own.update(map(id, part._parameters.values()))
             # Normalization layers may keep their statistics on purpose.
             idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
-            if idle and not trained.isdisjoint(part.parameters(recurse=False)):
+            if idle and not trained.keys().isdisjoint(map(id, part.parameters(recurse=False))):
                 found.append(name)
-        if (set(map(id, trained)) - own) & known.keys():
-            _warn_of_new_parameters(module, known, trained)
+        if (trained.keys() - own) & known.keys():
+            _warn_of_new_parameters(module, known, set(trained.values()))
         if found:
             # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)
@@ -659,6 +692,8 @@ class FirstEpoch:
         """Explain torch's warnings about losses, and warn about step values that no logger has received."""
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
+            _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps)
+        self._versions = []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
         by_hand = run.optimizers and not (run.module.automatic_optimization or run.arguments.fast_dev_run)
@@ -681,6 +716,40 @@ class FirstEpoch:
                     "mean."
                 ),
             )
+
+
+def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps: int) -> None:
+    """Warn of weights that the first epoch should have changed: of all, or of layers made after the optimizer."""
+    # A graph of the device changes weights without counting it, and processes may have parts of them.
+    counted = run.compiled is None and not run.runtime.several_processes
+    if not counted or not run.module.automatic_optimization or run.conventions.warns_of_settings:
+        return
+    name, weights = type(run.module).__name__, comes_from(type(run.runtime.engine), "hasten.strategies")
+    if weights and versions and steps and all(one.grad is None and one._version == before for one, before in versions):
+        rank_zero_warn(
+            f"{name}: {steps} steps have changed no weight of the optimizer: none got a gradient from the loss.",
+            fix=(
+                "Compute the loss from the model's output, without argmax(), .item(), .detach() or torch.tensor(...) "
+                "in between."
+            ),
+        )
+    elif later := _made_after_optimizer(run):
+        shown = ", ".join(later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
+        rank_zero_warn(
+            f"{name}: {len(later)} parameters ({shown}) are not trained: their layers were made after the optimizer.",
+            fix="Make the optimizer in configure_optimizers, or after all layers.",
+        )
+
+
+def _made_after_optimizer(run: Run) -> list[str]:
+    """Return the parameters with gradients that come after all those of an optimizer that ``__init__`` has made."""
+    kept = set(map(id, vars(run.module).values()))
+    if kept.isdisjoint(map(id, run.optimizers)):
+        return []
+    trained = {id(each) for one in run.optimizers if id(one) in kept for each in parameters_of(one)}
+    names = [(name, each) for name, each in run.module.named_parameters() if each.requires_grad]
+    last = max((place for place, (_, each) in enumerate(names) if id(each) in trained), default=len(names))
+    return [name for name, each in names[last + 1 :] if each.grad is not None]
 
 
 def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.Match[str]]:
@@ -839,12 +908,19 @@ def check_some_loss(run: Run) -> None:
     """Raise if a whole epoch passed in which every batch was skipped."""
     # Lightning warns at the first of them and continues.
     skipped_all = run.window.skipped_batches and run.window.skipped_batches >= run.progress.total_batches
-    if run.optimizers and skipped_all and not run.conventions.mistakes_are_warnings:
+    if not run.optimizers or not skipped_all or run.conventions.mistakes_are_warnings:
+        return
+    count = run.window.skipped_batches
+    if run.logged.batch is None:
         raise MisconfigurationException(
-            f"{type(run.module).__name__}.training_step returned None for each of the {run.window.skipped_batches} "
-            "batches so far, so nothing was trained.",
-            fix="End training_step with `return loss`.",
+            f"Each of the {count} batches so far was None, so nothing was trained.",
+            fix="End the collate_fn, and the hooks that change or move a batch, with `return batch`.",
         )
+    raise MisconfigurationException(
+        f"{type(run.module).__name__}.training_step returned None for each of the {count} batches so far, so nothing "
+        "was trained.",
+        fix="End training_step with `return loss`.",
+    )
 
 
 # -- the optimizer and the arguments, which may change while a run trains
@@ -1089,4 +1165,9 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
 
 
 def _describe(thing: Any) -> str:
-    return f"the {type(thing).__name__} {thing!r}"[:80] if thing is not None else "None"
+    if isinstance(thing, tuple | list | Mapping):
+        return f"a {describe_batch(thing)}"
+    if isinstance(thing, BuiltinMethodType | MethodType):
+        return f"the method {thing.__name__} (call it: {thing.__name__}())"
+    shown = repr(thing)
+    return f"the {type(thing).__name__} {shown[:60]}{'...' * (len(shown) > 60)}" if thing is not None else "None"

@@ -506,7 +506,7 @@ def construct(
                     f"file as you would trust a program. {how_to_allow(names)}"
                 ),
             )
-        with _named_in_errors(cls.__name__, hparams_file, path):
+        with _named_in_errors(cls.__name__, hparams_file, path, given):
             made = cls(**arguments)
     if is_module:
         _restore_module(made, checkpoint, path, strict, cls.__name__)
@@ -516,11 +516,15 @@ def construct(
 
 
 @contextmanager
-def _named_in_errors(name: str, hparams_file: PathLike | None, path: str) -> Iterator[None]:
+def _named_in_errors(name: str, hparams_file: PathLike | None, path: str, given: Iterable[str]) -> Iterator[None]:
     """Name the file whose hyper-parameters a class takes, if it raises: ``hparams_file`` or the checkpoint."""
     try:
         yield
     except Exception as error:
+        for argument in given:
+            if f"unexpected keyword argument '{argument}'" in str(error):
+                add_note(error, f"{argument!r} is not an argument of {name}.__init__.", fix="Leave it out.")
+                raise
         what = f"{name} was made with the hyper-parameters in {str(hparams_file or path)!r}."
         add_note(error, what, fix="Pass others by name, as load_from_checkpoint(path, name=...).")
         raise

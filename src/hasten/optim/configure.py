@@ -130,7 +130,7 @@ def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> Non
     """Raise for a key that looks like a known one; warn of others, which programs may keep for their own use."""
     for key in unknown:
         message = f"{what} the key {key!r}; known are {known}."
-        if nearest(str(key), known):
+        if nearest(str(key), known) and not conventions.current().mistakes_are_warnings:
             raise MisconfigurationException(message, fix=did_you_mean(str(key), known))
         rank_zero_warn(f"{message} It is ignored.", category=RuntimeWarning)
 

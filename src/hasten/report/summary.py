@@ -133,6 +133,7 @@ class LayerTable:
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         self._model = model
+        self._known: list[Tensor] | None = None
         self._max_depth = check_depth(max_depth)
         self._flops: dict[str, dict[Any, int]] = {}
         self._total_flops = 0
@@ -180,19 +181,28 @@ class LayerTable:
     @property
     def total_parameters(self) -> int:
         """Number of parameters; shared ones count once."""
-        parameters = list(self._model.parameters())
-        known = _with_shape(parameters)
-        if len(known) < len(parameters):
+        known, are_all = self._parameters()
+        if not are_all:
             rank_zero_warn(
                 "The total number of parameters detected may be inaccurate: some of them get their shape in the first "
                 "forward pass."
             )
         return sum(map(elements_of, known))
 
+    def _parameters(self) -> tuple[list[Tensor], bool]:
+        """Return the parameters of the model that have a shape, and whether these are all."""
+        if self._known is None:
+            parameters = list(self._model.parameters())
+            known = _with_shape(parameters)
+            if len(known) < len(parameters):
+                return known, False
+            self._known = known
+        return self._known, True
+
     @property
     def trainable_parameters(self) -> int:
         """Number of parameters that require gradients."""
-        return sum([elements_of(p) for p in _with_shape(self._model.parameters()) if p.requires_grad])
+        return sum([elements_of(p) for p in self._parameters()[0] if p.requires_grad])
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
@@ -216,7 +226,7 @@ class LayerTable:
     @property
     def model_size(self) -> float:
         """Size of the parameters in MB (10**6 bytes), in the precision they are in."""
-        return sum([elements_of(p) * p.element_size() for p in _with_shape(self._model.parameters())]) / 1e6
+        return sum([elements_of(p) * p.element_size() for p in self._parameters()[0]]) / 1e6
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the table as columns: heading and cells."""

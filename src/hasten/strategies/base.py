@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.device import is_host
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
@@ -917,7 +917,11 @@ class StateIO(StrategyPart):
 
     def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
         """Restore a module by its own ``load_state_dict`` where it can read ``state``; for Fabric."""
-        module.load_state_dict(state, strict=strict)
+        try:
+            module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            add_note(error, f"The weights are those in {source}.")
+            raise
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer."""

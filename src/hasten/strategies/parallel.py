@@ -33,6 +33,7 @@ from hasten.machine.launch import (
 )
 from hasten.machine.rendezvous import Party
 from hasten.machine.spawn import StartCopies
+from hasten.seed import reset_seed
 from hasten.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from hasten.machine.devices import Accelerator
     from hasten.machine.spawn import KeepsResults
     from hasten.precision.base import Precision
+    from hasten.runtime import Runtime
+    from hasten.strategies.program import Trains
     from hasten.types import Group, ReduceOperation, Tensors
 
 T = TypeVar("T")
@@ -318,6 +321,12 @@ class ParallelStrategy(Strategy):
         watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
         with joint_call(), collectives.naming_who_ended():
             return function(*args, **kwargs)
+
+    def join_run(self, runtime: Runtime | None = None, trainer: Trains | None = None) -> None:
+        super().join_run(runtime, trainer)
+        if trainer is not None:
+            # The processes may have drawn different numbers so far, and setup() may split a dataset at random.
+            reset_seed()
 
     def setup_environment(self) -> None:
         super().setup_environment()

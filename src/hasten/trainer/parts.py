@@ -11,6 +11,7 @@ from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
+from hasten.arguments import Arguments, require_callback
 from hasten.compile.settings import inner_model as inner_model
 from hasten.elsewhere import conventions
 from hasten.loggers.base import Logger
@@ -26,7 +27,6 @@ from hasten.module.hparams import remove_unpicklable
 from hasten.module.log_methods import log_into
 
 if TYPE_CHECKING:
-    from hasten.arguments import Arguments
     from hasten.loops.run import Run
     from hasten.module.datamodule import LightningDataModule
     from hasten.runtime import Runtime
@@ -137,7 +137,9 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     if conventions.current().removes_unpicklable_hparams:
         remove_unpicklable(module)
     configured = module.configure_callbacks()
-    added = [configured] if isinstance(configured, Callback) else list(configured or ())
+    added = list(configured or ()) if isinstance(configured, Iterable) else [configured] if configured else []
+    for callback in added:
+        require_callback(f"{type(module).__name__}.configure_callbacks()", callback)
     if added:
         check_signatures(module, datamodule, added)
         kinds = tuple(type(callback) for callback in added)

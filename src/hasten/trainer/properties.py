@@ -280,6 +280,7 @@ class TrainerView(RuntimeView, TrainerSettings):
             )
         steps = math.inf
         if not math.isinf(run.limits.max_epochs):
+            run.data.train.begin()  # Lightning draws the seed of the loader here.
             run.data.train.load()
             if not math.isinf(limit := run.data.train.limit):
                 epochs = max(int(run.limits.max_epochs), 1)  # A scheduler needs a length also where nothing is trained.

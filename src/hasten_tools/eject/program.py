@@ -182,10 +182,8 @@ def _sorted_imports(rows: list[str], added: list[str]) -> list[str]:
     of ``__future__``.
     """
     tree = ast.parse("\n".join(rows))
-    plain = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body)
-    if not plain or any("#" in row for row in rows) or len({node.lineno for node in tree.body}) < len(tree.body):
-        future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-        first = max((node.end_lineno or node.lineno for node in future), default=0)
+    if not _can_be_sorted(tree, rows):
+        first = max((node.end_lineno or 0 for node in tree.body if _is_future(node)), default=0)
         return [*rows[:first], *added, *rows[first:]]
     entries: list[tuple[int, bool, str, str]] = []
     for node in [*tree.body, *ast.parse("\n".join(added)).body]:
@@ -200,13 +198,22 @@ def _sorted_imports(rows: list[str], added: list[str]) -> list[str]:
     return lines
 
 
+def _can_be_sorted(tree: ast.Module, rows: list[str]) -> bool:
+    plain = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body)
+    return plain and not any("#" in row for row in rows) and len({node.lineno for node in tree.body}) == len(tree.body)
+
+
+def _is_future(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
 def _import_order(node: ast.Import | ast.ImportFrom) -> tuple[int, bool, str]:
     """Return what imports are sorted by: group, whether it is ``from ... import``, module."""
     if isinstance(node, ast.Import):
         module, is_local = node.names[0].name, False
     else:
         module, is_local = node.module or "", node.level > 0
-    if module == "__future__":
+    if _is_future(node):
         group = 0
     elif is_local:
         group = 3

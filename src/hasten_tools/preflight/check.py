@@ -286,7 +286,7 @@ class Check:
             try:
                 if not loaders.check_loaders(run, source, self.rows):
                     return
-                check_takes_loader(run.module, "validation" if stage == "validate" else stage, len(source.load()))
+                check_takes_loader(run, "validation" if stage == "validate" else stage, len(source.load()))
                 with source.limited_to(1):
                     if stage == "predict":
                         predict(run, return_predictions=False)

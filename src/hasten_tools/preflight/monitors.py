@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.files import is_url
-from hasten._lib.names import nearest
+from hasten._lib.names import nearest_value
 from hasten._lib.tree import leaves
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.checkpoint import ModelCheckpoint
@@ -84,10 +83,7 @@ def _check_mode(callback: Callback, name: str, rows: Rows) -> None:
 
 def _not_logged(owner: str, name: str, logged: set[str], rows: Rows) -> None:
     known = sorted(logged)
-    # Not val_loss and train_loss.
-    near = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
-    # The name that each of several loaders, each step or each epoch gets.
-    near = next((one for one in known if one.startswith((f"{name}/dataloader_idx_", f"{name}_epoch"))), near)
+    near = nearest_value(name, known)
     said = f"Logged are {', '.join(known)}." if known else "Nothing is logged."
     line = f'{owner}(monitor="{near}")' if near else f'self.log("{name}", ...) in validation_step'
     rows.error("monitor", f"{owner}(monitor={name!r}): nothing logs {name!r}. {said}", line)
@@ -99,7 +95,7 @@ def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
     known = {*logged, "epoch", "step"}
     for name in _FIELD.findall(str(callback.filename)):
         if name not in known:
-            near = nearest(name, sorted(known))
+            near = nearest_value(name, sorted(known))
             written = str(callback.filename)
             rows.warning(
                 "monitor",
