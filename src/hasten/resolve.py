@@ -10,7 +10,7 @@ import torch
 
 from hasten import elsewhere, strategies
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException, WrongType, make_error, parts_of
+from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType, make_error, parts_of
 from hasten._lib.names import unknown_word
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.files import CheckpointIO
@@ -307,7 +307,7 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         raise MisconfigurationException(what, fix=fix, argument="accelerator")
     kind.check_available(given)
     if not kind.is_available():
-        raise MisconfigurationException(
+        raise MisconfigurationRuntimeError(
             f"{given}: this machine has no {name.upper()} device that torch {torch.__version__} can use.",
             fix=f"Use one of {_listed(_present_accelerators())}.",
             argument="accelerator",

@@ -48,6 +48,12 @@ def with_types(value: object) -> object:
     return value
 
 
+# Modules that those of Lightning import: tests replace their functions, as by `mock.patch("lightning...torch.load")`.
+_PATCHED_THROUGH = frozenset(
+    {"inspect", "json", "logging", "os", "shutil", "signal", "socket", "subprocess", "sys", "time", "torch", "warnings"}
+)
+
+
 class AliasModule(ModuleType):
     """A module of Lightning with hasten's objects, which are imported when they are first used."""
 
@@ -66,6 +72,8 @@ class AliasModule(ModuleType):
         if ".".join(filter(None, (place, name))) in TABLE:
             # Programs use `lightning.pytorch.callbacks` after `import lightning` alone.
             return importlib.import_module(f"{self.__name__}.{name}")
+        if name in _PATCHED_THROUGH and place is not None and "." in place:
+            return importlib.import_module(name)
         raise AttributeError(missing(f"{self.__name__}.{name}"))
 
     def __setattr__(self, name: str, value: Any) -> None:

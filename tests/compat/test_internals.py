@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import io
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy
 import pytest
 import torch
 
@@ -673,3 +677,84 @@ def test_internals_that_programs_read_before_and_outside_of_runs() -> None:
     with warned(UserWarning, says="empty list"):
         quiet(max_epochs=1, limit_train_batches=1).fit(model)
     assert model.optimizers() == []
+
+
+# -- helpers that packages take from Lightning
+
+
+def test_hyper_parameters_are_flattened_and_made_plain() -> None:
+    from lightning.fabric.utilities.logger import _flatten_dict, _sanitize_params
+
+    nested = {"a": argparse.Namespace(b=1), "c": [], "d": [{"e": 1}], "f": [1]}
+    assert _flatten_dict(nested, delimiter=".") == {"a.b": 1, "d/0.e": 1, "f": [1]}
+    ones = torch.ones(1)
+    params = {"n": numpy.float32(1), "flag": numpy.bool_(True), "tensor": ones, "kind": dict, "none": None}
+    assert _sanitize_params(params) is params
+    assert params == {"n": 1.0, "flag": True, "tensor": ones, "kind": "<class 'dict'>", "none": "None"}
+    assert type(params["n"]) is float
+
+
+def test_the_step_of_an_optimizer_stays_where_it_is() -> None:
+    from lightning.fabric.utilities.optimizer import _optimizer_to_device
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    _optimizer_to_device(optimizer, "meta")
+    state = optimizer.state[weight]
+    assert {name: value.device.type for name, value in state.items()} == {
+        "step": "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+
+
+def test_a_wrapped_sampler_learns_the_epoch() -> None:
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    class Rotates(torch.utils.data.Sampler[int]):
+        epoch = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return ((index + self.epoch) % 4 for index in range(4))
+
+        def __len__(self) -> int:
+            return 4
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    sampler = DistributedSamplerWrapper(Rotates(), num_replicas=2, rank=0, shuffle=False)
+    assert list(sampler) == [0, 2]
+    sampler.set_epoch(1)
+    assert list(sampler) == [1, 3]
+
+
+def test_functions_of_modules_that_lightning_imports_can_be_replaced_through_it() -> None:
+    with mock.patch("lightning.fabric.plugins.environments.slurm.shutil.which", return_value="/bin/srun"):
+        assert shutil.which("nothing") == "/bin/srun"
+    with pytest.raises(AttributeError):
+        importlib.import_module("lightning.fabric.utilities.seed").numpy
+
+
+def test_a_checkpoint_io_may_be_a_mock(tmp_path: Path) -> None:
+    from lightning.fabric.plugins.io import CheckpointIO
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    io = mock.MagicMock(spec=CheckpointIO)
+    saves = ModelCheckpoint(dirpath=tmp_path, save_top_k=1)
+    trainer = quiet(plugins=[io], callbacks=[saves], enable_checkpointing=True)
+    trainer.fit(BoringModel())
+    assert io.save_checkpoint.called
+
+
+def test_warnings_come_in_each_run() -> None:
+    class Forgets(BoringModel):
+        def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    for _ in range(2):
+        with warned(UserWarning, says="Forgets.predict_step"):
+            quiet(limit_predict_batches=1).predict(Forgets())
+        with warned(UserWarning, says="not attached"):
+            Forgets().log("a", 1.0)

@@ -20,6 +20,7 @@ from hasten_lightning.conventions import LIGHTNING
 from hasten_lightning.fabric import Fabric
 from hasten_lightning.trainer import Trainer
 from tests.models import quiet
+from tests.refusals import refused, warned
 
 
 @pytest.fixture(autouse=True)
@@ -283,3 +284,190 @@ def test_fabric_gives_forward_the_inputs_of_mixed_precision(dtype: torch.dtype) 
     assert seen(Fabric(accelerator="cpu", precision="bf16-mixed")) == (torch.bfloat16,) * 2
     # hasten leaves digits to what autocast does not compute in 16 bits, such as positions.
     assert seen(L.Fabric(accelerator="cpu", precision="bf16-mixed")) == (torch.float32,) * 2
+
+
+# -- several loaders, several fits, manual optimization
+
+
+class Orders(Draws):
+    """Keeps the samples of each step, and draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def draw(self) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = batch.values() if isinstance(batch, dict) else [batch]
+        self.seen.append([part.flatten().tolist() for part in parts])
+        return sum(self.layer(part).sum() for part in parts)
+
+
+def numbers(count: int) -> DataLoader[Any]:
+    return DataLoader(torch.arange(float(count))[:, None], 4, shuffle=True)  # type: ignore[arg-type]
+
+
+def begun(*loaders: Any) -> list[Any]:
+    """Return the batches of loaders that all begin, in this order, before the first is read."""
+    begins = [iter(loader) for loader in loaders]
+    return [[batch.flatten().tolist() for batch in batches] for batches in zip(*begins, strict=True)]
+
+
+def test_several_loaders_begin_before_the_first_of_them_draws_an_order_in_each_epoch() -> None:
+    model, first, second = Orders(), numbers(8), numbers(8)
+    L.seed_everything(0, verbose=False)
+    quiet(max_epochs=3).fit(model, {"a": first, "b": second})
+    L.seed_everything(0, verbose=False)
+    # Of the first epoch, then of the others.
+    assert model.seen == [step for _ in range(3) for step in begun(first, second)]
+
+
+def test_a_second_fit_begins_the_loader_twice() -> None:
+    model, loader = Orders(), numbers(4)
+    trainer = quiet(max_epochs=1)
+    L.seed_everything(0, verbose=False)
+    trainer.fit(model, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader)
+    L.seed_everything(0, verbose=False)
+    expected = begun(loader)
+    iter(loader)
+    assert model.seen == expected + begun(loader)
+
+
+def test_the_estimate_of_steps_begins_the_loader() -> None:
+    class Estimates(Draws):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 1
+            return super().configure_optimizers()
+
+        def on_fit_start(self) -> None:
+            self.draw()
+
+    model = Estimates()
+    L.seed_everything(0, verbose=False)
+    quiet(max_epochs=1).fit(model)
+    L.seed_everything(0, verbose=False)
+    iter(model.train_dataloader())
+    assert model.drawn[0] == torch.rand(()).item()
+
+
+def test_what_is_drawn_for_the_sanity_check_does_not_count() -> None:
+    class Checks(Draws):
+        def on_sanity_check_start(self) -> None:
+            torch.rand(3)
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    with_check, without = Checks(), Checks()
+    for model, steps in ((with_check, 1), (without, 0)):
+        L.seed_everything(0, verbose=False)
+        quiet(max_epochs=1, num_sanity_val_steps=steps).fit(model)
+    assert with_check.drawn[-3:] == without.drawn[-3:]
+
+
+class Accumulates(Draws):
+    """Steps on every second batch, so an epoch of three ends within an accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.gradients: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.layer(batch).sum())
+        self.gradients.append(self.layer.bias.grad.item())  # type: ignore[union-attr]
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(3, 1), 1)  # type: ignore[arg-type,var-annotated]
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize("decisions", [LIGHTNING, conventions.HASTEN])
+def test_gradients_of_manual_optimization_over_a_validation(decisions: Any) -> None:
+    conventions.use(decisions)
+    model = Accumulates()
+    quiet(max_epochs=2).fit(model)
+    assert model.gradients == [1, 2, 1, *([1, 2, 1] if decisions is LIGHTNING else [2, 3, 1])]
+
+
+def test_a_value_of_an_epoch_hook_comes_back_as_it_was_logged() -> None:
+    value = torch.tensor(0.4406060576438904)
+
+    class Logs(Draws):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("step", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("f1", value)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(torch.ones(3, 1), 3)  # type: ignore[arg-type,var-annotated]
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Logs())
+    assert trainer.callback_metrics["f1"].item() == value.item()
+
+
+def test_products_of_a_mean_are_rounded_before_they_are_added() -> None:
+    values = torch.rand(40, generator=torch.Generator().manual_seed(0))
+
+    class Logs(Draws):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("mean", values[batch_idx], on_epoch=True, on_step=False)
+            return self.layer(batch).sum()
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.ones(120, 1), 3)  # type: ignore[arg-type,var-annotated]
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Logs())
+    total = torch.tensor(0.0)
+    for value in values:
+        total = total + value * 3
+    assert trainer.callback_metrics["mean"].item() == (total / 120).item()
+
+
+def test_an_unknown_key_of_configure_optimizers_is_a_warning() -> None:
+    class Misspells(Draws):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+    with warned(RuntimeWarning, says="'scheduler'"):
+        quiet(max_epochs=1).fit(Misspells())
+    conventions.use(conventions.HASTEN)
+    with refused(ValueError, fix="lr_scheduler"):
+        quiet(max_epochs=1).fit(Misspells())
+
+
+@pytest.mark.parametrize("way", ["argument", "loop", "source"])
+def test_validation_loaders_are_asked_for_again_during_a_fit(way: str) -> None:
+    seen: list[float] = []
+
+    class Validates(Draws):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch.item())
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(torch.full((1, 1), float(self.current_epoch)), 1)  # type: ignore[arg-type,var-annotated]
+
+        def on_train_epoch_end(self) -> None:
+            loop: Any = self.trainer.fit_loop.epoch_loop.val_loop
+            if way == "argument":
+                self.trainer.reload_dataloaders_every_n_epochs = 1
+            else:
+                loop._combined_loader = None
+            if way == "source":
+                loop._data_source.instance = DataLoader(torch.full((1, 1), 9.0), 1)  # type: ignore[arg-type,var-annotated]
+
+    quiet(max_epochs=3, num_sanity_val_steps=0).fit(Validates())
+    assert seen == ([0, 9, 9] if way == "source" else [0, 1, 2])

@@ -400,3 +400,36 @@ def test_a_fit_without_any_validation_is_said(arguments: Any) -> None:
         warnings.simplefilter("error")
         quiet(max_epochs=3, check_val_every_n_epoch=3).fit(Classifier(), loader(), loader())
         quiet(max_epochs=2, limit_val_batches=0, **arguments).fit(Classifier(), loader(), loader())
+
+
+def test_a_dict_without_a_loss_is_refused_and_not_skipped() -> None:
+    class NoLoss(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": None}
+
+    with refused(ValueError, says=("NoLoss", "'loss': None")):
+        quiet().fit(NoLoss(), loader())
+
+
+def test_a_hook_that_module_and_datamodule_have_is_said_to_be_the_datamodule_s() -> None:
+    class Moves(Classifier):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            raise AssertionError
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    with warned(UserWarning, says=("on_after_batch_transfer", "Moves", "Data"), fix="one of them"):
+        quiet().fit(Moves(), datamodule=Data())
+
+
+def test_the_best_of_several_callbacks_is_named(tmp_path: Any) -> None:
+    one, two = (ModelCheckpoint(tmp_path / name, monitor=name) for name in ("val_loss", "train_loss"))
+    trainer = quiet(callbacks=[one, two], enable_checkpointing=True)
+    trainer.fit(Classifier(), loader(), loader())
+    with warned(UserWarning, says=one.best_model_path, fix="best_model_path"):
+        trainer.validate(Classifier(), loader(), ckpt_path="best")

@@ -318,14 +318,7 @@ def test_what_cannot_be_logged_is_told_what_to_write() -> None:
 # -- calls
 
 
-def test_an_argument_that_a_call_does_not_have_is_told_where_it_belongs() -> None:
-    trainer, call = quiet(), Classifier()
-    with refused(TypeError, "train_dataloader", fix="train_dataloaders"):
-        trainer.fit(call, train_dataloader=loader())  # type: ignore[call-arg]
-    with refused(TypeError, "max_epochs", fix="Trainer(max_epochs=...)"):
-        trainer.fit(call, loader(), max_epochs=3)  # type: ignore[call-arg]
-    with refused(TypeError, "test_dataloaders", fix="dataloaders"):
-        trainer.test(call, test_dataloaders=loader())  # type: ignore[call-arg]
+def test_numbers_of_batches_by_epoch_are_told_where_they_belong() -> None:
     with refused(TypeError, "accumulate_grad_batches", fix="GradientAccumulationScheduler(scheduling={0: 2})"):
         quiet(accumulate_grad_batches={0: 2})
 

@@ -88,7 +88,7 @@ def test_other_arguments(tmp_path: Any) -> None:
         ({"reload_dataloaders_every_n_epochs": "90min"}, r"counts epochs.*'2ep'"),
         ({"max_epochs": "2ep", "max_time": "3ep"}, r"max_epochs='2ep', max_time='3ep'.*both say how many epochs"),
         ({"max_epochs": "0ep"}, r"got '0ep': it must be more than zero"),
-        ({"max_epochs": "two"}, r"max_epochs=\.\.\.\) got 'two': write 'DD:HH:MM:SS'.*'2ep', '500st'"),
+        ({"max_epochs": "two"}, r"max_epochs=\.\.\.\) got 'two': write a whole number, 'DD:HH:MM:SS'.*'2ep', '500st'"),
         ({"min_epochs": "90min"}, r"min_epochs='90min'.*a time cannot be given here"),
         ({"val_check_interval": "2ep", "check_val_every_n_epoch": 3}, r"both say after how many epochs"),
     ],

@@ -9,13 +9,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, StrEnum
-from typing import ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self
 
 from hasten._lib.errors import make_error
 from hasten.extend.origin import ROOTS
 
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -300,31 +299,6 @@ def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, N
         return checked
 
     return decorated
-
-
-def with_known_names(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a method so that an unknown argument is an error that names the nearest one.
-
-    It also says where the argument belongs, if the object is made with it.
-    """
-    known = frozenset(inspect.signature(call).parameters)
-
-    @functools.wraps(call)
-    def checked(*args: _P.args, **given: _P.kwargs) -> _T:
-        for name in given:
-            if name in known:
-                continue
-            kind = type(args[0])
-            fix = f"Write {kind.__name__}({name}=...)." if name in inspect.signature(kind).parameters else ""
-            raise make_error(
-                TypeError,
-                f"{kind.__name__}.{call.__name__}() got an unexpected keyword argument {name!r}.",
-                fix=fix or did_you_mean(name, known - {"self"}),
-                argument=name,
-            )
-        return call(*args, **given)
-
-    return checked
 
 
 def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object], owner: str) -> None:

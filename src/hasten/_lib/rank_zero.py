@@ -142,6 +142,11 @@ def messages_later() -> Iterator[None]:
         _warned.update(before)
 
 
+def forget_warnings() -> None:
+    """Have ``warn_once`` give each warning once more."""
+    _warned.clear()
+
+
 def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, fix: str = "") -> None:
     """Warn once per process for each ``key``; see ``rank_zero_warn`` for the other arguments."""
     if key not in _warned:

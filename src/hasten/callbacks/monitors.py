@@ -225,7 +225,7 @@ def _is_due(trainer: Trainer, step: int) -> bool:
 
 def _log_to_all(trainer: Trainer, values: dict[str, float], step: int) -> None:
     for logger in trainer.loggers:
-        logger.log_metrics(dict(values), step=step)
+        logger.log_metrics(metrics=dict(values), step=step)
     trainer.note_row(values, step)
 
 

@@ -204,7 +204,7 @@ class BackgroundWriter:
 
 def writer_of(checkpoint_io: CheckpointIO) -> BackgroundWriter | None:
     """Return what writes files of ``checkpoint_io`` in the background; None if all are written at once."""
-    while checkpoint_io.wrapped is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
+    while not isinstance(checkpoint_io, AsyncCheckpointIO) and isinstance(checkpoint_io.wrapped, CheckpointIO):
         checkpoint_io = checkpoint_io.wrapped
     if type(checkpoint_io) is DefaultCheckpointIO:
         checkpoint_io.writer = checkpoint_io.writer or BackgroundWriter()

@@ -69,15 +69,10 @@ class Conventions:
         lightning="is called with the epoch",
         hasten="is called in training only",
     )
-    clears_gradients_for_validation: bool = _decision(
-        "gradients of manual optimization that are there when a validation begins",
+    clears_gradients_before: bool = _decision(
+        "gradients that are there when `fit` begins; and those of manual optimization when a validation begins",
         lightning="are cleared",
-        hasten="are kept: the next step may add to them",
-    )
-    clears_gradients_at_start: bool = _decision(
-        "gradients that are there when `fit` begins",
-        lightning="are cleared",
-        hasten="are kept: they may be part of a step that this `fit` completes",
+        hasten="are kept: they may be part of a step that is still to come",
     )
     averages_in_single_precision: bool = _decision(
         "numbers that are not tensors in `self.log`",

@@ -426,12 +426,22 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
                 fix="Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first.",
                 argument="ckpt_path",
             )
+        warn_of_several(trainer, str(best))
         return str(best)
     if "://" not in text and not present(text):
         raise make_error(
             FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
         )
     return text
+
+
+def warn_of_several(trainer: Trainer, best: str) -> None:
+    """Say which checkpoint counts as the best where several callbacks have one."""
+    if (count := len(trainer.checkpoint_callbacks)) > 1:
+        rank_zero_warn(
+            f'ckpt_path="best": there are multiple `ModelCheckpoint` callbacks ({count}), and the first has {best}.',
+            fix="For that of another, pass ckpt_path=callback.best_model_path.",
+        )
 
 
 def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arguments) -> None:

@@ -326,6 +326,7 @@ class Run:
             data.validation.take_limit()
         data.validation_schedule.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
         data.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
+        data.validation.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
         self.changed = True
 
 

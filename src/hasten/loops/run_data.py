@@ -314,6 +314,8 @@ class StageData:
         """Return the batches of a new epoch with a flag for the last, or of the rest of the one of a loaded state."""
         if resumes:
             self.stream.open()
+        elif isinstance(self.stream, CombinedStream):
+            self.begin()
         batches: Generator[tuple[Any, bool], None, None] = self.stream.batches(self._cut(self.stream))
         return batches
 

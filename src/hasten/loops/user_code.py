@@ -374,6 +374,18 @@ def check_signatures(
     for name, arguments in _STEPS.items():
         if overrides(module, LightningModule, name):
             _check_step(module, name, arguments)
+    if datamodule is not None:
+        _warn_of_two_transfers(module, datamodule)
+
+
+def _warn_of_two_transfers(module: LightningModule, datamodule: LightningDataModule) -> None:
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        if overrides(module, LightningModule, name) and overrides(datamodule, LightningDataModule, name):
+            rank_zero_warn(
+                f"{name}() is overridden in both {type(module).__name__} and {type(datamodule).__name__}: that of the "
+                "datamodule is called.",
+                fix="Define it in one of them.",
+            )
 
 
 @functools.cache
@@ -819,7 +831,7 @@ def loss_of(output: object, run: Run) -> Tensor | None:
                 fix="Return {'loss': loss, ...}, or the loss itself.",
             )
         loss = output["loss"]
-        if loss is not None and not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"{step} returned {{'loss': {_describe(loss)}}}; the loss must be a tensor computed from the "
                 "parameters.",

@@ -207,7 +207,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         if self._fabric is not None:
             self._log_into_fabric({name: value}, LogOptions(*options).logger)
-        elif type(self) not in _warned:
+        elif type(self) not in _warned or conventions.current().warns_of_settings:
             _warned.add(type(self))
             rank_zero_warn(
                 f"self.log({name!r}, ...) in {type(self).__name__} did nothing: the module is not attached to a "

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.optional import installed
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import forget_warnings, rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.arguments import Arguments, require_callback
 from hasten.compile.settings import inner_model as inner_model
 from hasten.elsewhere import conventions
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn, TrainerStatus
+from hasten.loops.resume import warn_of_several
 from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
 from hasten.machine.cluster import SLURMEnvironment
@@ -134,8 +135,11 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     trainer._logged.module = module
     if datamodule is not None:
         datamodule.trainer = trainer
-    if conventions.current().removes_unpicklable_hparams:
+    decisions = conventions.current()
+    if decisions.removes_unpicklable_hparams:
         remove_unpicklable(module)
+    if decisions.warns_of_settings:
+        forget_warnings()
     configured = module.configure_callbacks()
     added = list(configured or ()) if isinstance(configured, Iterable) else [configured] if configured else []
     for callback in added:
@@ -209,6 +213,7 @@ def weights_for(
                 f"be used, {best}.",
                 fix='Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.',
             )
+            warn_of_several(trainer, str(best))
             return str(best)
     return ckpt_path
 

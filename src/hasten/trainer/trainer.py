@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hasten._lib.check import clip_algorithm, number
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
-from hasten._lib.names import defined_by_program, refuse_unknown, with_known_names, without_unknown
+from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -357,7 +357,6 @@ class Trainer(TrainerView):
 
     # -- the four calls
 
-    @with_known_names
     def fit(
         self,
         model: LightningModule,
@@ -397,7 +396,6 @@ class Trainer(TrainerView):
         ):
             self._call(TrainerFn.FITTING, model, datamodule, loaders, ckpt_path, weights_only, _fit)
 
-    @with_known_names
     def validate(
         self,
         model: LightningModule | None = None,
@@ -429,7 +427,6 @@ class Trainer(TrainerView):
         body = functools.partial(evaluate_and_print, testing=False, verbose=verbose)
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
-    @with_known_names
     def test(
         self,
         model: LightningModule | None = None,
@@ -443,7 +440,6 @@ class Trainer(TrainerView):
         body = functools.partial(evaluate_and_print, testing=True, verbose=verbose)
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
-    @with_known_names
     def predict(
         self,
         model: LightningModule | None = None,

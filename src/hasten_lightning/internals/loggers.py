@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.loggers.base import flat
+from torch import Tensor
+
 from hasten.loops import prepare
 
 if TYPE_CHECKING:
@@ -44,11 +47,11 @@ def _plain(value: Any) -> Any:
 
 
 def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with joined names.
+    """Return nested dicts, namespaces and dataclasses as one dict with joined names.
 
     Args:
         params: the nested dicts.
-        delimiter: between the names.
+        delimiter: between the names; the number of a dict in a list always follows a "/".
         parent_key: before all names.
 
     Example::
@@ -57,7 +60,38 @@ def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: st
         {'model.optimizer.lr': 0.1}
 
     """
-    return flat({parent_key: params}, delimiter) if parent_key else flat(params, delimiter)
+    found: dict[str, Any] = {}
+    for key, value in params.items():
+        name = f"{parent_key}{delimiter}{key}" if parent_key else str(key)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        elif isinstance(value, Namespace):
+            value = vars(value)
+        if isinstance(value, MutableMapping):
+            found |= flatten_dict(value, delimiter, name)
+        elif isinstance(value, list) and all(isinstance(each, MutableMapping) for each in value):
+            for index, each in enumerate(value):
+                found |= flatten_dict(each, delimiter, f"{name}/{index}")
+        else:
+            found[name] = value
+    return found
+
+
+def sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Turn all hyper-parameters but numbers, texts and tensors into texts, in place, and return them.
+
+    Example::
+
+        >>> sanitize_params({"lr": 0.1, "layers": [1, 2]})
+        {'lr': 0.1, 'layers': '[1, 2]'}
+
+    """
+    for name, value in params.items():
+        if getattr(value, "shape", None) == () and not isinstance(value, Tensor):  # A number of numpy.
+            value = params[name] = value.item()
+        if type(value) not in (bool, int, float, str, Tensor):
+            params[name] = str(value)
+    return params
 
 
 def is_json_serializable(value: str | float | list[Any] | dict[str, Any] | None) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hasten.loops.run_data import StageData
     from hasten.optim import LRSchedulerConfig
     from hasten.trainer.properties import TrainerView
+    from hasten.types import Dataloaders
 
 _MAX_EPOCHS = "Epochs to train; -1 for no limit."
 _MIN_EPOCHS = "Epochs to train before a callback may stop the run."
@@ -496,12 +497,41 @@ class EvaluationLoop(SourceLoop):
         """Number of loaders."""
         return len(self.max_batches)
 
+    @property
+    def inference_mode(self) -> bool:
+        """Whether evaluations outside of fit run in inference mode."""
+        return self._trainer._arguments.inference_mode
+
+    @property
+    def _combined_loader(self) -> CombinedLoader | None:
+        source = self._trainer._source(self._name)
+        return None if source is None or not source.loaded else CombinedLoader(source.loaders, "sequential")
+
+    @_combined_loader.setter
+    def _combined_loader(self, loader: CombinedLoader | None) -> None:
+        """Ask for the loaders again before the next evaluation."""
+        if loader is not None:
+            what = f"{type(self).__name__}._combined_loader = {type(loader).__name__}: only None."
+            raise make_error(AttributeError, what, fix="Give loaders to the call, or return them from a hook.")
+        if (source := self._trainer._source(self._name)) is not None:
+            source.reload()
+
 
 class DataSource:
     """Where the batches of a loop come from."""
 
     def __init__(self, source: StageData | None) -> None:
         self._source = source
+
+    @property
+    def instance(self) -> Dataloaders:
+        """The loaders that were given, or None; those that are assigned are read when they are asked for again."""
+        return None if self._source is None else self._source.given
+
+    @instance.setter
+    def instance(self, loaders: Dataloaders) -> None:
+        if self._source is not None:
+            self._source.given = loaders
 
     def is_defined(self) -> bool:
         """Return whether loaders were given, or the module or datamodule has some."""

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +19,6 @@ from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.logged_value import batch_size_of
-from hasten.loggers.base import as_text as as_text
 from hasten.machine.host import usable_cores
 from hasten.seed import seed_worker
 
@@ -233,9 +232,12 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
 
 
 def optimizer_to_device(optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
-    """Move the state of an optimizer to a device."""
+    """Move the state of an optimizer to a device, except the number of the step, which stays where it is."""
     for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = move_to(state, device)
+        if isinstance(state, MutableMapping):
+            state.update({name: move_to(value, device) for name, value in state.items() if name != "step"})
+        else:
+            optimizer.state[parameter] = move_to(state, device)
 
 
 def optimizers_to_device(optimizers: Iterable[torch.optim.Optimizer], device: torch.device | str) -> None:
@@ -304,6 +306,11 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         drawn = list(self.dataset)  # type: ignore[call-overload]
         return (drawn[index] for index in super().__iter__())
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if callable(of_sampler := getattr(self.dataset, "set_epoch", None)):
+            of_sampler(epoch)
 
 
 pl_worker_init_function = seed_worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -57,7 +58,10 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 def _get_rank() -> int | None:
-    return getattr(rank_zero_only, "rank", None)
+    """Return the rank of this process that a launcher has set; None if none has."""
+    # SLURM_PROCID may be set where SLURM starts no processes.
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 __all__ = [

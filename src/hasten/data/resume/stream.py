@@ -803,8 +803,6 @@ class CombinedStream:
             self.consumed = 0
             for reader in self._readers:
                 reader.restart()
-            # All draw what their iterators need before one of them draws the order of its samples, in each epoch.
-            self.begin()
         self._resumes, self.finished = False, False
         end = min((number for number in (self.certain_length, limit) if number is not None), default=None)
         rounds = self._one_by_one if self.loader.mode == "sequential" else self._side_by_side
