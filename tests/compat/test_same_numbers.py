@@ -19,6 +19,7 @@ from hasten.loggers import Logger
 from hasten_lightning.conventions import LIGHTNING
 from hasten_lightning.fabric import Fabric
 from hasten_lightning.trainer import Trainer
+from tests.fakes import RowLogger
 from tests.models import quiet
 from tests.refusals import refused, warned
 
@@ -447,6 +448,27 @@ def test_an_unknown_key_of_configure_optimizers_is_a_warning() -> None:
     conventions.use(conventions.HASTEN)
     with refused(ValueError, fix="lr_scheduler"):
         quiet(max_epochs=1).fit(Misspells())
+
+
+def test_an_evaluation_in_the_last_hook_of_an_epoch_keeps_the_values_of_the_epoch() -> None:
+    class Evaluates(Draws):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 2.0, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.fit_loop.epoch_loop.val_loop.run()
+
+    rows = RowLogger()
+    quiet(max_epochs=2, logger=rows, check_val_every_n_epoch=5, num_sanity_val_steps=0).fit(Evaluates())
+    written = [name for _, row in rows.rows for name in row]
+    assert (written.count("loss_epoch"), written.count("val")) == (2, 2)
 
 
 @pytest.mark.parametrize("way", ["argument", "loop", "source"])

@@ -50,8 +50,8 @@ class Conventions:
         hasten="no update is lost, for four more bytes per weight",
     )
     ends_at_length: bool = _decision(
-        "a loader that yields more or fewer batches than its length",
-        lightning="ignores additional batches; missing ones leave the last accumulation without a step",
+        "a loader that yields more batches than its length",
+        lightning="ignores additional batches",
         hasten="uses every batch and recognizes the last one. To end an epoch earlier, set `limit_train_batches`",
     )
     shuffles_over_processes: bool = _decision(

@@ -747,9 +747,11 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
 
     """
     found: dict[str, Any] = {}
+    saved = False
     for owner in owners:
         if owner is None or not owner.__dict__.get("_log_hyperparams", True):
             continue
+        saved = saved or "_log_hyperparams" in owner.__dict__
         for key, value in owner.hparams_initial.items():
             if key == CLASS_PATH:
                 continue
@@ -760,7 +762,7 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
                     fix="Give them different names, or save_hyperparameters(logger=False) in one of them.",
                 )
             found[key] = value
-    return found or None
+    return found if found or saved else None
 
 
 def _same(one: Any, other: Any) -> bool:

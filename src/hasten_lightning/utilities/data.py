@@ -255,21 +255,28 @@ def merge_dicts(
 
     Args:
         dicts: the dicts.
-        agg_key_funcs: for a key, the function that combines the list of its values.
+        agg_key_funcs: for a key, the function that combines the list of its values; for a key of dicts, such a dict.
         default_func: for all other keys; the mean by default.
 
     Example::
 
-        >>> merge_dicts([{"a": 1.0}, {"a": 3.0, "b": 2}], default_func=max)
-        {'a': 3.0, 'b': 2}
+        >>> merge_dicts([{"a": 1.0}, {"a": 3.0, "b": {"c": 2}}], default_func=max)
+        {'a': 3.0, 'b': {'c': 2}}
 
     """
     values: dict[str, list[Any]] = {}
     for one in dicts:
         for key, value in one.items():
-            values.setdefault(key, []).append(value)
-    combine = default_func or (lambda found: sum(found) / len(found))
-    return {key: (agg_key_funcs or {}).get(key, combine)(found) for key, found in values.items()}
+            if value is not None:
+                values.setdefault(key, []).append(value)
+    merged: dict[str, Any] = {}
+    for key, found in values.items():
+        combine: Any = (agg_key_funcs or {}).get(key)
+        if isinstance(found[0], dict):
+            merged[key] = merge_dicts(found, combine, default_func)
+        else:
+            merged[key] = (combine or default_func or (lambda given: sum(given) / len(given)))(found)
+    return merged
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
