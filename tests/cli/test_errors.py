@@ -101,6 +101,15 @@ def test_a_class_of_lightning_is_one_of_hasten(capsys: pytest.CaptureFixture[str
     assert "Write hasten.callbacks.Timer, or start the program with `hasten run`.\n" in shown
 
 
+def test_options_of_lightning_1_are_told_what_replaces_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "old.yaml"
+    config.write_text("trainer:\n  gpus: 1\n", encoding="utf-8")
+    for words in (["--trainer.gpus=1"], [f"--config={config}"]):
+        with pytest.raises(SystemExit):
+            cli(*words)
+        assert "Write Trainer(accelerator='gpu', devices=...)" in capsys.readouterr().err
+
+
 def test_errors_as_exceptions_for_programs_that_ask_for_them() -> None:
     from jsonargparse import ArgumentError
 

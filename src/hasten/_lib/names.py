@@ -301,6 +301,21 @@ def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, N
     return decorated
 
 
+def instead_of_removed(name: str) -> str:
+    """Return what to write for an argument that the Trainer of Lightning 1 had; "" for others.
+
+    Example::
+
+        >>> instead_of_removed("gpus")
+        "Write Trainer(accelerator='gpu', devices=...); without GPUs Trainer(accelerator='cpu')."
+
+    """
+    instead = (_OF_BOTH | _OF_TRAINER).get(name, "")
+    if instead.startswith("="):
+        instead = f"Write Trainer({instead[1:]}=...)."
+    return instead.replace("{value!r}", "...").replace("{owner}", "Trainer")
+
+
 def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object], owner: str) -> None:
     """Raise for unknown arguments; the message says what to write instead.
 

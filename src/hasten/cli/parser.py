@@ -20,7 +20,7 @@ from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.names import did_you_mean_file, nearest
+from hasten._lib.names import did_you_mean_file, instead_of_removed, nearest
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
 from hasten.extend.origin import is_builtin, module_of
@@ -259,8 +259,14 @@ def _forwarded_arguments(kind: type) -> list[str]:
 def _hints(parser: ArgumentParser, message: str) -> list[str]:
     """Return the line that names what is nearest to the unknown word in ``message``, if anything is."""
     lines = []
-    if (unknown := _UNKNOWN.search(message)) and (near := _nearest(parser, message, unknown)):
+    unknown = _UNKNOWN.search(message)
+    group, _, name = _name_in(unknown).rpartition(".") if unknown else ("", "", "")
+    if group.endswith("trainer") and (instead := instead_of_removed(name)):
+        lines.append(f"{instead} In a config or on the command line, these are options of trainer.")
+    elif unknown and (near := _nearest(parser, message, unknown)):
         lines.append(f"Did you mean {near}?")
+    elif unknown and unknown["command"]:
+        lines.append("The subcommand comes before the options, as in: fit --trainer.max_epochs 3")
     if missing := _MISSING_FILE.search(message):
         path = Path(missing[1])
         files = (str(each) for each in path.parent.glob("*") if each.is_file()) if path.parent.is_dir() else ()
@@ -268,6 +274,10 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
     if named := _LIGHTNING.search(message):
         lines.append(f"Write hasten.{named[1]}, or start the program with `hasten run`.")
     return lines
+
+
+def _name_in(unknown: re.Match[str]) -> str:
+    return unknown["option"] or ".".join(filter(None, (unknown["group"], unknown["key"])))
 
 
 def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> str | None:
@@ -278,8 +288,7 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     if unknown["class"]:
         option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
         return nearest(unknown["class"], _subclass_names(classes_in(getattr(option, "_typehint", None))))
-    name = unknown["option"] or ".".join(filter(None, (unknown["group"], unknown["key"])))
-    group, _, leaf = name.rpartition(".")
+    group, _, leaf = _name_in(unknown).rpartition(".")
     named = _CLASS_PATH.findall(message)
     if named and not group:  # An argument of the class.
         return nearest(leaf, _argument_names(named[-1]))
