@@ -331,8 +331,8 @@ class TrainerView(RuntimeView, TrainerSettings):
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of everything logged, by name; converting one to a number may wait.
 
-        With several processes, the value of a step logged with ``sync_dist=True`` comes from the last logging interval;
-        ``sync_step_values`` updates it.
+        With several processes, the value of a step logged with ``sync_dist=True`` comes from the last logging interval,
+        before the first from this process; ``sync_step_values`` updates it.
         """
         return self._logged.callback_metrics()
 
