@@ -12,9 +12,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -836,20 +835,21 @@ def _add_rounded(total: Tensor, value: Tensor, *, alpha: int) -> Tensor:
 
 
 def _check_given(name: str, value: object, batch_size: object) -> None:
-    if isinstance(value, Tensor) and value.is_complex():
+    if isinstance(value, Tensor) and value.is_complex() and not conventions.current().mistakes_are_warnings:
         raise make_error(
             ValueError,
             f"self.log({name!r}, value): a complex value.",
             fix="Log value.real, value.imag or value.abs().",
             argument="value",
         )
-    if isinstance(batch_size, Tensor):
-        shown = f"a tensor of shape {tuple(batch_size.shape)}" if batch_size.numel() != 1 else ""
-    elif batch_size is None or (isinstance(batch_size, Real) and float(batch_size) >= 0):
-        return
+    if batch_size is None or isinstance(batch_size, Tensor):
+        shown = f"a tensor of shape {tuple(batch_size.shape)}" if batch_size is not None else ""
+        size = 1.0 if batch_size is None or batch_size.numel() == 1 else -1.0
     else:
-        shown = repr(batch_size)
-    if shown:
+        shown, size = repr(batch_size), -1.0
+        with suppress(TypeError, ValueError):
+            size = float(batch_size) if isinstance(batch_size, SupportsFloat) else -1.0
+    if size < 0:
         raise make_error(
             ValueError,
             f"self.log({name!r}, batch_size=...): {shown}.",

@@ -6,6 +6,7 @@ Loaders are read when and as far as Lightning reads them: programs that draw ran
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -493,3 +494,37 @@ def test_validation_loaders_are_asked_for_again_during_a_fit(way: str) -> None:
 
     quiet(max_epochs=3, num_sanity_val_steps=0).fit(Validates())
     assert seen == ([0, 9, 9] if way == "source" else [0, 1, 2])
+
+
+# -- resumed runs that drew between the beginning of a loader and its first batch
+
+
+class Interrupted(Orders):
+    def __init__(self, at: int, path: Any) -> None:
+        super().__init__()
+        self.at, self.path = at, path
+
+    def on_train_start(self) -> None:
+        torch.rand(1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if len(self.seen) == self.at:
+            self.trainer.save_checkpoint(self.path)
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_run_resumed_after_any_batch_reads_the_rest_of_its_epoch(several: bool, tmp_path: Any) -> None:
+    def data() -> Any:
+        return {"a": numbers(12), "b": numbers(12)} if several else numbers(12)
+
+    def seen(at: int, path: Any = None) -> list[Any]:
+        model = Interrupted(at, tmp_path / "a.ckpt")
+        L.seed_everything(0, verbose=False)
+        with suppress(ZeroDivisionError):
+            quiet(max_epochs=3).fit(model, data(), ckpt_path=path)
+        return model.seen
+
+    whole = seen(0)
+    for at in (1, 2, 3, 4, 7):
+        assert seen(at) + seen(0, tmp_path / "a.ckpt") == whole, at

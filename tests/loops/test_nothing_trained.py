@@ -343,7 +343,7 @@ class MovesNothing(Classifier):
 def test_batches_that_are_all_none_end_the_epoch_with_the_reason(accumulate: int, manual: bool) -> None:
     model = MovesNothing()
     model.automatic_optimization = not manual
-    with refused(ValueError, fix="return batch", says="None"):
+    with refused(ValueError, fix="`return`", says="None"):
         quiet(accumulate_grad_batches=accumulate).fit(model, loader())
 
 
@@ -433,3 +433,78 @@ def test_the_best_of_several_callbacks_is_named(tmp_path: Any) -> None:
     trainer.fit(Classifier(), loader(), loader())
     with warned(UserWarning, says=one.best_model_path, fix="best_model_path"):
         trainer.validate(Classifier(), loader(), ckpt_path="best")
+
+
+# -- what only looks like it
+
+
+class Stale(torch.optim.Optimizer):
+    """Writes weights in a way that torch does not count."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.AdamW(p, fused=True), lambda p: torch.optim.SGD(p, lr=0.1, fused=True), Stale],
+)
+def test_weights_that_change_without_being_counted_are_not_said_to_stay(make: Any) -> None:
+    model = Classifier()
+    model.configure_optimizers = lambda: make(model.parameters())  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Validation clears the gradients before the end of the epoch.
+        quiet(max_epochs=1).fit(model, loader(), loader())
+
+
+class Twice(Classifier):
+    """Calls the closure twice, and has no loss for every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else self.loss(batch)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None")
+def test_a_batch_without_a_loss_counts_once_however_often_it_is_computed() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Twice(), loader())
+    assert trainer.global_step == trainer.num_training_batches
+
+
+class TwoByHand(BeforeItsHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.second.step()
+
+
+class Iterable(L.Callback):
+    seen = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += 1
+
+
+def test_layers_that_another_optimizer_trains_and_callbacks_that_can_be_iterated_are_fine() -> None:
+    model, callback = TwoByHand(), Iterable()
+    model.configure_callbacks = lambda: callback  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(max_epochs=1).fit(model, loader(), loader())
+    assert callback.seen > 0

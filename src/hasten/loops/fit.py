@@ -538,7 +538,7 @@ def _closure_step(run: Run) -> Step:
         if not window.is_end:
             return forward_backward(batch, batch_idx)
         outputs: Any = None
-        called = False
+        called, skipped = False, window.skipped_batches
 
         def compute() -> Tensor | None:
             nonlocal outputs, called
@@ -552,6 +552,8 @@ def _closure_step(run: Run) -> Step:
             return outputs["loss"] if outputs else None
 
         _step_with_closure(run, batch_idx, compute)
+        # The closure may have been called several times.
+        window.skipped_batches = min(window.skipped_batches, skipped + 1)
         if not called:
             raise MisconfigurationException(
                 f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on "

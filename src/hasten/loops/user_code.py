@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from itertools import islice
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -216,7 +216,8 @@ def _warn_of_no_validation(run: Run, length: float) -> None:
     why = run.data.validation_schedule.never_due(first, epochs, length) if epochs > first else ""
     if why and not run.conventions.warns_of_settings and not run.data.validation.is_off():
         rank_zero_warn(
-            f"Trainer({why}): no validation is due in {epochs} epochs of {length} batches.",
+            f"Trainer({why}): no validation is due in {epochs} epochs"
+            + ("." if math.isinf(length) else f" of {length} batches."),
             fix="Validate more often, or write limit_val_batches=0.",
         )
 
@@ -418,11 +419,13 @@ def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
         at_most = math.inf if code.co_flags & inspect.CO_VARARGS else code.co_argcount
         return required <= count <= at_most and code.co_kwonlyargcount == len(function.__kwdefaults__ or ())
     try:
-        inspect.signature(method).bind(*(name for name in arguments if name not in by_name), **by_name)
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return True  # Written in C, or a mock: its signature is not known.
+    try:
+        signature.bind(*(name for name in arguments if name not in by_name), **by_name)
     except TypeError:
         return False
-    except ValueError:
-        pass  # Written in C: its signature is not known.
     return True
 
 
@@ -454,7 +457,9 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
 def _check_runs(owner: object, name: str, method: Any, arguments: tuple[str, ...]) -> None:
     """Check that a call of a hook runs its code, and that its arguments are in the order in which they are given."""
     code = getattr(method, "__code__", None)
-    if code is None or (not code.co_flags & _RUNS_LATER and code.co_varnames[1 : code.co_argcount] == arguments):
+    if not isinstance(code, CodeType) or (
+        not code.co_flags & _RUNS_LATER and code.co_varnames[1 : code.co_argcount] == arguments
+    ):
         return
     hook = f"{type(owner).__name__}.{name}()"
     if code.co_flags & _RUNS_LATER and not name.endswith("_dataloader"):
@@ -479,7 +484,7 @@ def _accepts_stage(method: Any, arguments: tuple[str, ...]) -> bool:
         inspect.signature(method).bind(*arguments[:-1], **{arguments[-1]: ""})
     except (TypeError, IndexError):
         return False
-    return arguments[-1] == "stage"
+    return arguments[-1] == "stage" and conventions.current().stage_is_given_by_name
 
 
 def _refuse_signature(what: str, fix: str) -> None:
@@ -736,8 +741,8 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
     counted = run.compiled is None and not run.runtime.several_processes
     if not counted or not run.module.automatic_optimization or run.conventions.warns_of_settings:
         return
-    name, weights = type(run.module).__name__, comes_from(type(run.runtime.engine), "hasten.strategies")
-    if weights and versions and steps and all(one.grad is None and one._version == before for one, before in versions):
+    name, made_steps = type(run.module).__name__, steps > 0 and run.observers.guard is None and _counts_changes(run)
+    if made_steps and versions and all(one.grad is None and one._version == before for one, before in versions):
         rank_zero_warn(
             f"{name}: {steps} steps have changed no weight of the optimizer: none got a gradient from the loss.",
             fix=(
@@ -745,20 +750,30 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
                 "in between."
             ),
         )
-    elif later := _made_after_optimizer(run):
+    elif later := _behind_optimizer(run):
         shown = ", ".join(later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
         rank_zero_warn(
-            f"{name}: {len(later)} parameters ({shown}) are not trained: their layers were made after the optimizer.",
-            fix="Make the optimizer in configure_optimizers, or after all layers.",
+            f"{name}: {len(later)} parameters ({shown}) are not trained. No optimizer has them, and the one that "
+            "__init__ makes has parameters of the layers before them.",
+            fix="Make it in configure_optimizers, or after all layers; requires_grad_(False) where that is meant.",
         )
 
 
-def _made_after_optimizer(run: Run) -> list[str]:
-    """Return the parameters with gradients that come after all those of an optimizer that ``__init__`` has made."""
-    kept = set(map(id, vars(run.module).values()))
-    if kept.isdisjoint(map(id, run.optimizers)):
+def _counts_changes(run: Run) -> bool:
+    """Return whether each step of the optimizers counts as a change of the weights: fused ones do not count it."""
+    return comes_from(type(run.runtime.engine), "hasten.strategies") and all(
+        comes_from(type(each), "torch.optim") and not any(group.get("fused") for group in each.param_groups)
+        for each in run.optimizers
+    )
+
+
+def _behind_optimizer(run: Run) -> list[str]:
+    """Return the parameters with gradients that no optimizer has, behind those of one that ``__init__`` has made."""
+    values = vars(run.module).values()
+    if set(map(id, values)).isdisjoint(map(id, run.optimizers)):
         return []
-    trained = {id(each) for one in run.optimizers if id(one) in kept for each in parameters_of(one)}
+    made = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    trained = set(map(id, parameters_of(*run.optimizers, *made)))
     names = [(name, each) for name, each in run.module.named_parameters() if each.requires_grad]
     last = max((place for place, (_, each) in enumerate(names) if id(each) in trained), default=len(names))
     return [name for name, each in names[last + 1 :] if each.grad is not None]
@@ -925,8 +940,8 @@ def check_some_loss(run: Run) -> None:
     count = run.window.skipped_batches
     if run.logged.batch is None:
         raise MisconfigurationException(
-            f"Each of the {count} batches so far was None, so nothing was trained.",
-            fix="End the collate_fn, and the hooks that change or move a batch, with `return batch`.",
+            f"Each of the {count} batches so far was None or gave no loss, so nothing was trained.",
+            fix="End the collate_fn, the hooks that change or move a batch, and training_step with `return`.",
         )
     raise MisconfigurationException(
         f"{type(run.module).__name__}.training_step returned None for each of the {count} batches so far, so nothing "

@@ -140,8 +140,9 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
         remove_unpicklable(module)
     if decisions.warns_of_settings:
         forget_warnings()
-    configured = module.configure_callbacks()
-    added = list(configured or ()) if isinstance(configured, Iterable) else [configured] if configured else []
+    configured: Any = module.configure_callbacks()
+    several = isinstance(configured, Iterable) and not isinstance(configured, Callback)
+    added: list[Callback] = list(configured) if several else [] if configured is None else [configured]
     for callback in added:
         require_callback(f"{type(module).__name__}.configure_callbacks()", callback)
     if added:

@@ -52,6 +52,10 @@ def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
     return BatchSource(loader, replays=replays and not isinstance(loader, (list, tuple)))
 
 
+def nothing() -> None:
+    """Do nothing where an epoch was not begun early."""
+
+
 class BatchSource:
     """The batches of one kind of loader; this base class reads any iterable again up to the position.
 
@@ -79,6 +83,8 @@ class BatchSource:
         self._stateful: dict[str, Any] = {}
         # The iterator of an epoch that is replayed.
         self._replay: Replay | None = None
+        # Called by ``reopen`` between the beginning of an epoch and its first batch.
+        self.before_first: Callable[[], object] = nothing
 
     def continue_with(self, rest: Rest | None) -> None:
         """Make the next ``reopen`` read the rest of an epoch; None for a whole epoch."""
@@ -137,6 +143,7 @@ class BatchSource:
     def _replayed(self, consumed: int = 0, state: State | None = None) -> Replay:
         """Begin an epoch, and fetch and drop its first batches."""
         self._replay = Replay(iter(self._loader))
+        self.before_first()
         return self._replay.skip(consumed, (state or {}).get("notes", []), begun=self.begun)
 
 
@@ -152,6 +159,7 @@ class StatefulSource(BatchSource):
             self.restore_between_epochs(state)
             consumed = 0
         batches = self.open()
+        self.before_first()
         drop(batches, consumed)
         return batches
 
@@ -211,6 +219,7 @@ class _DataLoaderSource(BatchSource):
         is_there = "sampler" in self._stateful and state.get("sampler") is not None
         self.indices.start_at(number, skip=not (is_there or self._is_iterable), once=once, instead=self.rest)
         self._iterator = iter(loader)
+        self.before_first()
         self.indices.opened()
         return self._iterator
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of, state_of_rest
-from hasten.data.resume.sources import BatchSource, source_of
+from hasten.data.resume.sources import BatchSource, nothing, source_of
 from hasten.data.worker_count import with_workers_of
 from hasten.extend.origin import ROOTS, comes_from, package_of
 from hasten.machine.signals import LeaveRun
@@ -124,6 +125,8 @@ class Stream:
         self._draws = False
         # The iterators at a loaded position, of the current epoch, and of an epoch begun early.
         self._resumed: Iterator[Any] | None = None
+        # Whether ``begin`` has begun the epoch.
+        self._begun_early = False
         self._current: Iterator[Any] | None = None
         self._next_epoch: NextEpoch | None = None
         # The rest of an epoch that was begun with another number of processes, or another batch size.
@@ -191,7 +194,11 @@ class Stream:
 
     def _iterate_to(self, limit: int | None, certain: int | None) -> Generator[tuple[Any, bool], None, None]:
         end = self._last_of_epoch(limit, certain)
+        early, self._begun_early = self._begun_early, False
         iterator = self._current = self._begin()
+        if early and self._start is not None:
+            # Others may have drawn since. A sampler draws its order with the first batch.
+            self._start = {**self._start, "first": self._random_state()}
         position, exhausts = self._position, certain is not None and end == certain
         length = self.length if certain is None else certain
         may_end_at = self._may_end_at(length)
@@ -299,7 +306,7 @@ class Stream:
     def begin(self) -> None:
         """Begin the next epoch now: what is drawn to make an iterator is drawn here and not in ``batches``."""
         if self._loaded is None and self._resumed is None and self._next_epoch is None:
-            self._resumed = self._begin()
+            self._resumed, self._begun_early = self._begin(), True
 
     # -- the position
 
@@ -315,12 +322,12 @@ class Stream:
         position = self._position
         again = state.get("again", _END)
         iterator: Iterator[Any] = iter(())
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
         if state["ended"] and not state["rebuild"]:
             _set_random_state(self._generators, state)
             self._source.restore_between_epochs(state["source"])
         else:
-            if state["epoch"] is not None:
-                self.set_epoch(state["epoch"])
             self._source.continue_with(self._rest)
             rest = _RestOfEpoch(self._source, self._generators)
             rest.load_state_dict(state)
@@ -514,7 +521,7 @@ class Stream:
 
     def close(self) -> None:
         """End the worker processes now, also persistent ones; the next epoch starts new ones."""
-        self._resumed = None
+        self._resumed, self._begun_early = None, False
         begun, self._next_epoch = self._next_epoch, None
         if begun is not None:
             _set_random_state(self._generators, begun.end_before)
@@ -652,7 +659,12 @@ class _RestOfEpoch:
         }
         with isolate_rng(include_cuda=False):
             _set_random_state(generators, self.start)
-            self.batches = source.reopen(state["source"], state["consumed"])
+            if first := self.start.get("first"):
+                source.before_first = functools.partial(_set_random_state, generators, first)
+            try:
+                self.batches = source.reopen(state["source"], state["consumed"])
+            finally:
+                source.before_first = nothing
             if state["ended"]:
                 if state["exhausted"]:
                     next(self.batches, None)
