@@ -41,6 +41,15 @@ class InPrepareData(Data):
     def setup(self, stage: str) -> None: ...
 
 
+class ReadInSetup(Data):
+    def prepare_data(self) -> None:
+        if self.prepare_data_per_node is None:
+            self.train_set = [1.0]
+
+    def setup(self, stage: str) -> None:
+        self.part = self.train_set
+
+
 class Misspelt(Data):
     def setup(self, stage: str) -> None:
         self.trainset = [1.0]
@@ -56,6 +65,7 @@ class Empty(Data):
         (Data, "Data has no setup(): write def setup(self, stage), and set self.train_set there"),
         (OfAnotherStage, "OfAnotherStage.setup() sets self.train_set for other stages only"),
         (InPrepareData, "prepare_data() runs in one process of many: set self.train_set in InPrepareData.setup()"),
+        (ReadInSetup, "prepare_data() runs in one process of many: set self.train_set in ReadInSetup.setup()"),
         (Misspelt, "Did you mean 'trainset'?"),
         (Empty, "Set self.train_set in Empty.setup()"),
     ],

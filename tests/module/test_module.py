@@ -157,6 +157,17 @@ def test_all_gather_on_two_processes() -> None:
     assert trainer.world_size == 2
 
 
+@pytest.mark.world_size(2)
+def test_all_gather_of_two_shapes_is_refused_on_both_processes() -> None:
+    class Gathers(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.all_gather(torch.zeros(2 + self.global_rank))
+
+    trainer = quiet(devices=2, strategy="ddp", limit_val_batches=1)
+    with refused(ValueError, fix="sync_dist=True", says=("(2,) on rank 0", "(3,) on rank 1")):
+        trainer.validate(Gathers(), loader(8), verbose=False)
+
+
 # -- what self.log hands on
 
 

@@ -13,12 +13,21 @@ import os, signal, sys, time
 from tests.models import Classifier, loader, quiet
 
 class Model(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0 and batch_idx == 1 and HOW.endswith("within fit"):
+            if HOW.startswith("exit"):
+                sys.exit(3)
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
     def validation_step(self, batch, batch_idx):
         if self.current_epoch == 1 and batch_idx == 0 and HOW == f"SIGTERM to rank {self.global_rank}":
             os.kill(os.getpid(), signal.SIGTERM)
 
 HOW = sys.argv[1]
 if __name__ == "__main__":
+    from hasten.machine import launch
+    launch.GRACE_SECONDS = 1.0
     trainer = quiet(devices=2, strategy="ddp", max_epochs=2)
     trainer.fit(Model(), loader(16), loader(16))
     print("after fit")
@@ -36,7 +45,6 @@ if __name__ == "__main__":
             def __del__(self, act=act):
                 act()
         sys.modules["acts"] = Acts()
-    from hasten.machine import launch
     if HOW in ("stay", "unload slowly"):
         launch._end_seconds = 1.0
     launch._SAY_SECONDS = 0.5
@@ -52,6 +60,9 @@ if __name__ == "__main__":
         ("unload slowly", 0),
         ("abort while unloading", 0),
         ("SIGTERM to rank 1", 143),
+        # The others are stopped in the middle of the fit, and the code is that of the first.
+        ("exit within fit", 3),
+        ("interrupt within fit", 130),
     ],
 )
 def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(how: str, code: int, tmp_path: Path) -> None:
@@ -59,7 +70,7 @@ def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(how: 
     program.write_text(PROGRAM)
     done = fork_python(program, how)
     assert done.returncode == code, done.stderr[-3000:]
-    assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
+    assert ("after fit" in done.stdout) == ("SIGTERM" not in how and "within fit" not in how)
     if how in ("exit", "stay"):
         assert "the process of rank 1" in done.stderr
     if how == "work":

@@ -392,7 +392,7 @@ def _of_datamodule(owner: object, name: str) -> str:
         return ""
     if is_builtin(setup):
         return f"{kind.__name__} has no setup(): write def setup(self, stage), and set self.{name} there."
-    if name in names_in(setup):
+    if re.search(rf"\.{name}\b[^=\n]*=(?!=)", inspect.getsource(setup)):
         return f"{kind.__name__}.setup() sets self.{name} for other stages only: set it for this one, too."
     own = [each for each in vars(owner) if each != "trainer" and not each.startswith("_")]
     if near := did_you_mean(name, own).strip():

@@ -141,9 +141,34 @@ def _gather(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) 
         parts = gather_with_gradients(tensor.to(device).contiguous(), group or dist.group.WORLD)
         return torch.stack(list(parts)).to(tensor.device)
     sent = tensor.detach().to(device).contiguous()
+    if is_host(device):
+        _require_one_shape(sent, group)
     parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, sent, group=group)
     return torch.stack(parts).to(tensor.device)
+
+
+# Sizes that are compared.
+_COMPARED = 7
+
+
+def _require_one_shape(tensor: Tensor, group: Any) -> None:
+    """Raise if processes gather tensors of different sizes: gloo would end the program, or leave parts unset."""
+    shape = list(tensor.shape[:_COMPARED])
+    own = torch.tensor([tensor.element_size(), tensor.dim(), *shape, *[0] * (_COMPARED - len(shape))])
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    shapes = [tuple(each[2 : 2 + int(each[1])].tolist()) for each in found]
+    if any(not each.equal(own) for each in found):
+        shown = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+        raise make_error(
+            ValueError,
+            f"all_gather: the processes give tensors of different shapes or types: {shown}.",
+            fix=(
+                "Pad them to one shape. In an evaluation, processes may have batches of different sizes: log with "
+                "sync_dist=True, or a torchmetrics object, which gathers all sizes."
+            ),
+        )
 
 
 def broadcast(data: T, src: int = 0, *, device: torch.device) -> T:

@@ -267,8 +267,9 @@ class _Calls:
 
     def __init__(self) -> None:
         self.begun = 0
-        # Whether an exception has ended the last one.
+        # Whether an exception has ended the last one, and the exit code with which it leaves the program.
         self.was_left = False
+        self.exit_code = 1
         self.pipe: int | None = None
 
     @contextmanager
@@ -278,8 +279,10 @@ class _Calls:
         self.report(_CALL_BEGINS)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.was_left = True
+            code = error.code if isinstance(error, SystemExit) else None
+            self.exit_code = code if isinstance(code, int) and code else 1
             raise
         finally:
             self.report(_CALL_ENDS)
@@ -448,8 +451,8 @@ class _Children:
                     break
                 if now - began >= limit_seconds and working:
                     return 1, self._late(working[0], limit_seconds)
-                if now - began > GRACE_SECONDS and not _leaving and (abandoned := self._abandoned()) is not None:
-                    return 1, self._left_behind(abandoned)
+                if now - began > GRACE_SECONDS and (abandoned := self._abandoned()) is not None:
+                    return _calls.exit_code, self._left_behind(abandoned)
                 if working and not said and now - began > _SAY_SECONDS:
                     said = True
                     os.write(2, f"hasten: {self._waits_for(working, limit_seconds)}\n".encode())

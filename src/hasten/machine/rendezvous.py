@@ -140,9 +140,10 @@ def store_of_first(host: str, port: int, party: Party) -> Any:
     except getattr(_torch, "DistError", RuntimeError) as error:
         if not serves:
             raise
-        raise RuntimeError(
-            f"rank 0 cannot wait for the others at {host}:{port}: {str(error).splitlines()[0]} Set MASTER_ADDR to "
-            "this machine's address and MASTER_PORT to a free port, the same on all machines."
+        raise make_error(
+            RuntimeError,
+            f"rank 0 cannot wait for the others at {host}:{port}: {str(error).splitlines()[0].rstrip('.')}.",
+            fix=("Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."),
         ) from None
 
 
@@ -239,7 +240,16 @@ def _print_absent(absent: list[int], party: Party, seconds: float) -> None:
         return
     missing = named(absent, party.world_size, party.per_machine)
     # print() is not used: the main thread may hold the lock of its output.
-    os.write(2, f"hasten: rank {party.rank} has waited {seconds:.0f} s at {_where()} for {missing}.\n".encode())
+    text = f"hasten: rank {party.rank} has waited {seconds:.0f} s at {_where()} for {missing}.{_why_alone(party)}\n"
+    os.write(2, text.encode())
+
+
+def _why_alone(party: Party) -> str:
+    """Return why this program has started no processes, if that may be by mistake."""
+    launched = party.started_by_hasten or "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_JOB_ID" in os.environ
+    if launched or "LOCAL_RANK" not in os.environ:
+        return ""
+    return " LOCAL_RANK is set, so this program starts no processes: unset it, unless something else starts the others."
 
 
 def _where() -> str:
