@@ -572,7 +572,7 @@ class LoggedValues:
     def log_epoch(self, values: dict[str, float], step: int, epoch: int) -> None:
         """Write the values of an epoch as one row."""
         others, self._not_for_loggers = self._not_for_loggers, {}
-        if values is self.epoch_values:  # And not those of an evaluation that one of the epoch's last hooks has run.
+        if values is self.epoch_values:  # Not if a hook at the end of the epoch has run an evaluation.
             self.epoch_values = {}
         self._write_row(values, others, step, epoch)
 

@@ -32,7 +32,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 # Tools that look for where a class lives ask a package for the same missing names hundreds of times.
 @functools.lru_cache(maxsize=256)
 def _nearest(name: str, choices: tuple[str, ...]) -> str | None:
-    # A letter is like any short name.
+    # A name of one letter is similar to every short name.
     lowered = {choice.lower(): choice for choice in choices if len(choice) > 1 or len(name) == 1}
     found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[found[0]] if found else None

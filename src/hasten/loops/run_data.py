@@ -305,7 +305,7 @@ class StageData:
             self.load()[0].begin()
 
     def begin_in_vain(self) -> None:
-        """Draw the numbers that Lightning draws for loaders in a later epoch than the first: it begins them twice."""
+        """Draw the random numbers that Lightning draws after the first epoch, where it begins the loaders twice."""
         if self._conventions.opens_loaders_late:
             self.begin()
             self.close()

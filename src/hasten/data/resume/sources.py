@@ -53,7 +53,7 @@ def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
 
 
 def nothing() -> None:
-    """Do nothing where an epoch was not begun early."""
+    """Do nothing; the default of ``before_first``."""
 
 
 class BatchSource:
