@@ -842,20 +842,23 @@ def _check_given(name: str, value: object, batch_size: object) -> None:
             fix="Log value.real, value.imag or value.abs().",
             argument="value",
         )
-    if batch_size is None or isinstance(batch_size, Tensor):
-        shown = f"a tensor of shape {tuple(batch_size.shape)}" if batch_size is not None else ""
-        size = 1.0 if batch_size is None or batch_size.numel() == 1 else -1.0
-    else:
-        shown, size = repr(batch_size), -1.0
-        with suppress(TypeError, ValueError):
-            size = float(batch_size) if isinstance(batch_size, SupportsFloat) else -1.0
-    if size < 0:
+    if batch_size is not None and not _is_size(batch_size):
+        shown = f"a tensor of shape {tuple(batch_size.shape)}" if isinstance(batch_size, Tensor) else repr(batch_size)
         raise make_error(
             ValueError,
             f"self.log({name!r}, batch_size=...): {shown}.",
             fix="Give the number of samples: batch_size=len(x).",
             argument="batch_size",
         )
+
+
+def _is_size(value: object) -> bool:
+    """Return whether a value may be a number of samples; that of a tensor is not read, it may be on a device."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    with suppress(TypeError, ValueError):  # An array of several numbers.
+        return isinstance(value, SupportsFloat) and not float(value) < 0
+    return False
 
 
 def _check_place(row: Hook, name: object, where: str, options: LogOptions) -> None:

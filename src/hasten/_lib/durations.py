@@ -61,9 +61,8 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     """
     count = re.fullmatch(r"(\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
     if count is None or count.group(2) not in _COUNTS:
-        return Period(
-            time=_parse_duration(value, argument, "" if _name_of(argument) == "max_time" else "a whole number, ")
-        )
+        also = "" if _name_of(argument) == "max_time" else "a whole number, "
+        return Period(time=parse_duration(value, argument=argument, also=also))
     number = int(count.group(1)[:_DIGITS])
     if number == 0 or len(count.group(1)) > _DIGITS:
         what = f"{argument} got {shown(value)}: it must be {'less than that' if number else 'more than zero'}."
@@ -71,12 +70,13 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     return Period(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Period(steps=number)
 
 
-def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) -> timedelta:
+def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str, also: str = "") -> timedelta:
     """Read "DD:HH:MM:SS", "90min", a dict of timedelta's arguments, or a timedelta.
 
     Args:
         value: the value of the argument.
         argument: the argument as the message shows it; its name comes last.
+        also: what else may be written, for the message.
 
     Raises:
         ValueError: it cannot be parsed.
@@ -89,10 +89,6 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         datetime.timedelta(seconds=5400)
 
     """
-    return _parse_duration(value, argument)
-
-
-def _parse_duration(value: str | dict[str, Any] | timedelta, argument: str, other: str = "") -> timedelta:
     if not isinstance(value, str):
         return _duration(value, value, argument)
     text = value.strip().lower()
@@ -107,7 +103,7 @@ def _parse_duration(value: str | dict[str, Any] | timedelta, argument: str, othe
     raise MisconfigurationException(
         f"{argument} got {shown(value)}:",
         fix=(
-            f"write {other}'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and optimizer steps, "
+            f"write {also}'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and optimizer steps, "
             f"where they can be given: '2ep', '500st').{hint}"
         ),
         argument=_name_of(argument),

@@ -43,6 +43,10 @@ class _Place:
                 return tuple(frame.f_locals[name] for name in names)
         return None
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the inputs of the layer."""
+        return [each for each in self.inputs if isinstance(each, Tensor)]
+
     def line(self) -> str:
         """Return the source line that raised the error."""
         if not self.frames:
@@ -148,7 +152,7 @@ def _layer_note(place: _Place) -> str:
     layer = place.layer
     if layer is None:
         return ""
-    tensors = [each for each in place.inputs if isinstance(each, Tensor)]
+    tensors = place.tensors()
     got = ", ".join(describe_batch(each, 1) for each in islice(place.inputs, 3) if each is not None)
     if isinstance(layer, nn.Linear) and tensors and tensors[0].dim() and tensors[0].shape[-1] != layer.in_features:
         got = f"{tensors[0].shape[-1]} features: {got}"
@@ -190,7 +194,7 @@ def _features(found: re.Match[str], place: _Place) -> str:
     _, got, takes, gives = found.groups()
     if place.layer is not None and not isinstance(place.layer, nn.Linear):
         return f"Use sizes that agree: the first has {got} columns, the second {takes} rows."
-    inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    inputs = place.tensors()
     if inputs and inputs[0].dim() == 1:
         return "The input has no batch dimension: keep it by x.flatten(1), not x.flatten() or x.view(-1)."
     if inputs and inputs[0].dim() == 2 and inputs[0].shape[0] == int(takes) and int(got) in _batch_sizes(place):
@@ -256,7 +260,7 @@ def _of_whole_numbers(_: re.Match[str], place: _Place) -> str:
 
 
 def _of_inputs(_: re.Match[str], place: _Place) -> str:
-    inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    inputs = place.tensors()
     weight = next(place.layer.parameters(), None) if place.layer is not None else None
     if inputs and weight is not None and weight.dtype in (torch.float16, torch.bfloat16, torch.float64):
         precision = {"float16": "16-true", "bfloat16": "bf16-true", "float64": "64-true"}[_dtype(weight)]
@@ -277,7 +281,7 @@ def _channels(found: re.Match[str], place: _Place) -> str:
     last = f" The last dimension has {takes}: x.permute(0, 3, 1, 2) puts channels before height and width."
     first = f"The layer takes {takes} channels and gets {gets}: "
     name = type(place.layer).__name__ if place.layer is not None else "nn.Conv2d"
-    inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    inputs = place.tensors()
     if inputs and inputs[0].dim() < len(sizes) and int(gets) in _batch_sizes(place):
         return f"The input has no dimension for channels: x.unsqueeze(1), for a layer that takes {takes}."
     name = name if name.startswith("nn.") else f"nn.{name}"

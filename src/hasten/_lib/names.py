@@ -169,16 +169,16 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
 
 _LEAVE = "Leave it out."
 _ABSENT_DEVICE = "hasten does not train on it. Write {owner}(accelerator='auto')."
-_GPUS = "Write {owner}(accelerator='gpu', devices={value!r}); without GPUs {owner}(accelerator='cpu')."
-_TPUS = "Write {owner}(accelerator='tpu', devices={value!r})."
+_GPUS = "Write {owner}(accelerator='gpu', devices={value}); without GPUs {owner}(accelerator='cpu')."
+_TPUS = "Write {owner}(accelerator='tpu', devices={value})."
 _HALF = "Write {owner}(precision='bf16-mixed'), or precision='16-mixed'."
-_FLUSH_LOGS = "Write Trainer(logger=hasten.loggers.CSVLogger('.', flush_logs_every_n_steps={value!r}))."
+_FLUSH_LOGS = "Write Trainer(logger=hasten.loggers.CSVLogger('.', flush_logs_every_n_steps={value}))."
 
 # By argument: its present name ("=name"), or the text of the message. Lightning has removed these from both ...
 _OF_BOTH = {
     "gpus": _GPUS,
     "num_gpus": _GPUS,
-    "num_processes": "Write {owner}(accelerator='cpu', devices={value!r}).",
+    "num_processes": "Write {owner}(accelerator='cpu', devices={value}).",
     "tpu_cores": _TPUS,
     "num_tpu_cores": _TPUS,
     "ipus": _ABSENT_DEVICE,
@@ -191,13 +191,13 @@ _OF_BOTH = {
     "nb_gpu_nodes": "=num_nodes",
     "fused": "=fused_optimizer",
 }
-_RATE = "Write torch.optim.AdamW(self.parameters(), lr={value!r}) in configure_optimizers of the module."
+_RATE = "Write torch.optim.AdamW(self.parameters(), lr={value}) in configure_optimizers of the module."
 # ... and these from the Trainer, or other libraries have them.
 _OF_TRAINER = {
     "amp": _HALF,
     "auto_lr_find": "Write hasten.tuner.Tuner(trainer).lr_find(model) before fit.",
     "auto_scale_batch_size": "Write hasten.tuner.Tuner(trainer).scale_batch_size(model) before fit.",
-    "automatic_optimization": "Write self.automatic_optimization = {value!r} in __init__ of the module.",
+    "automatic_optimization": "Write self.automatic_optimization = {value} in __init__ of the module.",
     "bf16": "Write Trainer(precision='bf16-mixed').",
     "checkpoint_callback": "Write Trainer(enable_checkpointing=...), or give the callback in Trainer(callbacks=[...]).",
     "default_save_path": "=default_root_dir",
@@ -221,24 +221,22 @@ _OF_TRAINER = {
     "max_nb_epochs": "=max_epochs",
     "min_nb_epochs": "=min_epochs",
     "move_metrics_to_cpu": f"{_LEAVE} self.log keeps one running value of an epoch.",
-    "multiple_trainloader_mode": (
-        "Write trainer.fit(model, hasten.utilities.CombinedLoader(loaders, mode={value!r}))."
-    ),
+    "multiple_trainloader_mode": ("Write trainer.fit(model, hasten.utilities.CombinedLoader(loaders, mode={value}))."),
     "nb_sanity_val_steps": "=num_sanity_val_steps",
     "overfit_pct": "=overfit_batches",
     "packing": "=packed",
     "prepare_data_per_node": (
-        "Write self.prepare_data_per_node = {value!r} in __init__ of the module or the datamodule."
+        "Write self.prepare_data_per_node = {value} in __init__ of the module or the datamodule."
     ),
     "print_nan_grads": "=detect_anomaly",
-    "process_position": "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(process_position={value!r})]).",
+    "process_position": "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(process_position={value})]).",
     "progress_bar_refresh_rate": (
-        "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(refresh_rate={value!r})]); for no bar "
+        "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(refresh_rate={value})]); for no bar "
         "Trainer(enable_progress_bar=False)."
     ),
     "reload_dataloaders_every_epoch": "Write Trainer(reload_dataloaders_every_n_epochs=1).",
     "replace_sampler_ddp": "=use_distributed_sampler",
-    "resume_from_checkpoint": "Write trainer.fit(model, ckpt_path={value!r}).",
+    "resume_from_checkpoint": "Write trainer.fit(model, ckpt_path={value}).",
     "row_log_interval": "=log_every_n_steps",
     "show_progress_bar": "=enable_progress_bar",
     "stochastic_weight_avg": "Write Trainer(callbacks=[hasten.callbacks.StochasticWeightAveraging(swa_lrs=0.01)]).",
@@ -247,7 +245,7 @@ _OF_TRAINER = {
     "tf32": "Write Trainer(matmul_precision='high').",
     "torch_compile": "=compile",
     "track_grad_norm": (
-        "Write self.log_dict(hasten.utilities.grad_norm(self, norm_type={value!r})) in on_before_optimizer_step of the "
+        "Write self.log_dict(hasten.utilities.grad_norm(self, norm_type={value})) in on_before_optimizer_step of the "
         "module."
     ),
     "train_percent_check": "=limit_train_batches",
@@ -255,7 +253,7 @@ _OF_TRAINER = {
         "Split the sequence in training_step, with self.automatic_optimization = False in __init__ of the module."
     ),
     "val_percent_check": "=limit_val_batches",
-    "weights_save_path": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(dirpath={value!r})]).",
+    "weights_save_path": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(dirpath={value})]).",
     "weights_summary": (
         "Write Trainer(callbacks=[hasten.callbacks.ModelSummary(max_depth=1)]); for none "
         "Trainer(enable_model_summary=False)."
@@ -273,10 +271,10 @@ _OF_FABRIC = {
     "uneven": "Give each process the same number of batches, or write the loop within torch's Join([model]).",
     "micro_batch": "Compute parts of the batch in the loop, with fabric.no_backward_sync(model) for all but the last.",
     "max_epochs": "The loop over the epochs is yours: Fabric leaves it to you.",
-    "gradient_clip_val": "Write fabric.clip_gradients(model, optimizer, max_norm={value!r}) before optimizer.step().",
+    "gradient_clip_val": "Write fabric.clip_gradients(model, optimizer, max_norm={value}) before optimizer.step().",
     "accumulate_grad_batches": "Write `with fabric.no_backward_sync(model, enabled=accumulating):` in the loop.",
     "logger": "=loggers",
-    "replace_sampler_ddp": "Write fabric.setup_dataloaders(loader, use_distributed_sampler={value!r}).",
+    "replace_sampler_ddp": "Write fabric.setup_dataloaders(loader, use_distributed_sampler={value}).",
 }
 
 
@@ -310,10 +308,14 @@ def instead_of_removed(name: str) -> str:
         "Write Trainer(accelerator='gpu', devices=...); without GPUs Trainer(accelerator='cpu')."
 
     """
-    instead = (_OF_BOTH | _OF_TRAINER).get(name, "")
+    return _to_write((_OF_BOTH | _OF_TRAINER).get(name, ""), "Trainer", "...")
+
+
+def _to_write(instead: str, owner: str, value: str) -> str:
+    """Return an entry of the tables above for an argument that was given this value."""
     if instead.startswith("="):
-        instead = f"Write Trainer({instead[1:]}=...)."
-    return instead.replace("{value!r}", "...").replace("{owner}", "Trainer")
+        instead = f"Write {{owner}}({instead[1:]}={{value}})."
+    return instead.format(owner=owner, value=value)
 
 
 def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object], owner: str) -> None:
@@ -338,9 +340,7 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         instead = instead_of.get(name) or instead_of.get(nearest(name, instead_of) or "")
         if instead is None:
             raise make_error(TypeError, wrong, fix=f"The arguments are: {', '.join(known)}.", argument=name)
-        if instead.startswith("="):
-            instead = f"Write {{owner}}({instead[1:]}={{value!r}})."
-        raise make_error(TypeError, wrong, fix=instead.format(owner=owner, value=value), argument=name)
+        raise make_error(TypeError, wrong, fix=_to_write(instead, owner, repr(value)), argument=name)
 
 
 class LightningEnum(StrEnum):

@@ -69,7 +69,7 @@ class Conventions:
         lightning="is called with the epoch",
         hasten="is called in training only",
     )
-    clears_gradients_before: bool = _decision(
+    clears_gradients: bool = _decision(
         "gradients that are there when `fit` begins; and those of manual optimization when a validation begins",
         lightning="are cleared",
         hasten="are kept: they may be part of a step that is still to come",

@@ -317,7 +317,7 @@ def validate_if_due(run: Run) -> None:
     # Gradients that later batches may add to are cleared only by a hook that the user overrides.
     may_release = (
         not run.window.gradients_may_count()
-        or run.conventions.clears_gradients_before
+        or run.conventions.clears_gradients
         or overrides(run.module, LightningModule, "on_validation_model_zero_grad")
     )
     if progress.accumulation_index == 0 and may_release:

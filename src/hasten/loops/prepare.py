@@ -102,7 +102,7 @@ def prepare(
         hooks.on_fit_start()
     if run.arguments.enable_autolog_hparams:
         log_hyperparams(run, datamodule)
-    if run.conventions.clears_gradients_before:
+    if run.conventions.clears_gradients:
         module.zero_grad()
     if fitting:
         _go_to_start(run, state, checkpoint, str(path))

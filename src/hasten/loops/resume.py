@@ -426,7 +426,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
                 fix="Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first.",
                 argument="ckpt_path",
             )
-        warn_of_several(trainer, str(best))
+        _warn_of_several(trainer, str(best))
         return str(best)
     if "://" not in text and not present(text):
         raise make_error(
@@ -435,7 +435,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
     return text
 
 
-def warn_of_several(trainer: Trainer, best: str) -> None:
+def _warn_of_several(trainer: Trainer, best: str) -> None:
     """Say which checkpoint counts as the best where several callbacks have one."""
     if (count := len(trainer.checkpoint_callbacks)) > 1:
         rank_zero_warn(

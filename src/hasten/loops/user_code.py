@@ -608,14 +608,14 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
         )
 
 
-def _warn_of_new_parameters(module: nn.Module, known: Mapping[int, nn.Parameter], trained: set[nn.Parameter]) -> None:
+def _warn_of_new_parameters(module: nn.Module, known: Mapping[int, Any], trained: Mapping[int, Any]) -> None:
     """Warn of layers that have taken the place of trained ones since the optimizers were made."""
-    if any(map(is_sharded, trained)):
+    if any(map(is_sharded, trained.values())):
         return  # While a forward has the whole ones, those of the optimizers are not in the module.
     new = [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known and parameter not in trained
+        if parameter.requires_grad and id(parameter) not in known and id(parameter) not in trained
     ]
     if new:
         rank_zero_warn(
@@ -680,7 +680,7 @@ class FirstEpoch:
             if idle and not trained.keys().isdisjoint(map(id, part.parameters(recurse=False))):
                 found.append(name)
         if (trained.keys() - own) & known.keys():
-            _warn_of_new_parameters(module, known, set(trained.values()))
+            _warn_of_new_parameters(module, known, trained)
         if found:
             # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)

@@ -16,7 +16,6 @@ from hasten.compile.settings import inner_model as inner_model
 from hasten.elsewhere import conventions
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn, TrainerStatus
-from hasten.loops.resume import warn_of_several
 from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
 from hasten.machine.cluster import SLURMEnvironment
@@ -214,8 +213,7 @@ def weights_for(
                 f"be used, {best}.",
                 fix='Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.',
             )
-            warn_of_several(trainer, str(best))
-            return str(best)
+            return "best"
     return ckpt_path
 
 
