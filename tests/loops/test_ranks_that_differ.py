@@ -31,7 +31,7 @@ class Model(L.LightningModule):
         self.layer = nn.Linear(8, 2)
         self.without_loss = without_loss
         self.count = 0
-        self.batch_is_none = False
+        self.batch_is_none = self.loss_is_constant = False
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         is_none = self.batch_is_none and (self.global_rank, self.count) in self.without_loss
@@ -40,8 +40,11 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.count += 1
+        if self.loss_is_constant:
+            # A collective, which must not meet the exchange of gradients.
+            self.log("batch", float(batch_idx), sync_dist=True)
         if (self.global_rank, batch_idx) in self.without_loss:
-            return None
+            return torch.zeros((), requires_grad=True) if self.loss_is_constant else None
         return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -176,11 +179,14 @@ def test_values_are_logged_after_one_process_has_worked_alone_and_its_error_is_t
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("accumulate", "batch_is_none"), [(1, False), (2, False), (2, True)])
-def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: int, batch_is_none: bool) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "nothing"), [(1, "loss"), (2, "loss"), (2, "batch"), (1, "constant"), (2, "constant")]
+)
+def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: int, nothing: str) -> None:
     skipped = ((1, 1), (0, 2), (0, 3), (1, 3))
     model = Model(skipped)
-    model.batch_is_none, epochs = batch_is_none, 1 if batch_is_none else 2
+    model.batch_is_none, model.loss_is_constant = nothing == "batch", nothing == "constant"
+    epochs = 1 if model.batch_is_none else 2
     two(model, accumulate_grad_batches=accumulate, use_distributed_sampler=False, max_epochs=epochs)
     alone = Model()
     optimizer: Any = alone.configure_optimizers()

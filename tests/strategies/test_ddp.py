@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
 import torch
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused
 from torch import nn
@@ -15,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import hasten as L
 from hasten.resolve import runtime
 from hasten.runtime import Runtime
-from hasten.strategies import DDPStrategy
+from hasten.strategies import DDPStrategy, ddp
 
 
 class Model(nn.Module):
@@ -108,6 +110,31 @@ def test_parameters_without_a_gradient_are_named_with_the_strategy_to_write(stra
     with refused(RuntimeError, says="unused.weight, unused.bias") as caught:
         step(data(run.global_rank))
     assert said in str(caught.value)
+
+
+class Branches(Classifier):
+    """Leaves out a layer in one batch of rank 1, and logs a value of all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("batch", float(batch_idx), sync_dist=True)
+        return loss if self.global_rank == 1 and batch_idx == 2 else loss + self.other(torch.ones(1)).sum()
+
+
+@pytest.mark.world_size(2)
+def test_a_layer_that_one_process_leaves_out_is_named_before_another_exchange_meets_its_gradients() -> None:
+    ddp._SAME_MOMENT_SECONDS = 0.1
+    trainer = quiet(devices=2, strategy="ddp", log_every_n_steps=1, logger=RowLogger())
+    if os.environ["LOCAL_RANK"] == "1":
+        with refused(RuntimeError, says="in the last step of rank 1, other.weight, other.bias got no gradient"):
+            trainer.fit(Branches(), loader(48))
+    else:
+        with pytest.raises(RuntimeError):
+            trainer.fit(Branches(), loader(48))
 
 
 @pytest.mark.world_size(2)

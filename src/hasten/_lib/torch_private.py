@@ -335,6 +335,11 @@ def remove_ddp_hooks(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
+def check_ddp_exchanged(ddp: Any) -> None:
+    """Raise RuntimeError if the last backward of a ``DistributedDataParallel`` has left some parameters out."""
+    ddp.reducer._check_reducer_finalized()
+
+
 def share_ddp_buffers(ddp: Any) -> None:
     """Give all processes the buffers of the first one, as before a forward of a ``DistributedDataParallel``."""
     ddp._assign_modules_buffers()

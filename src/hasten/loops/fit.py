@@ -691,6 +691,8 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     logged, context = run.logged, run.logged.context_of(STEPS["training_step"])
     in_parts = micro_batches.enabled(run)
     training_step, backward = _training_step(run), _backward(run)
+    if run.runtime.several_processes and not micro_batches.enabled(run):
+        backward = run.runtime.engine.with_exchange(backward, run.wrapped)
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)
     weighs = run.window.accumulate_grad_batches > 1 or runtime.several_processes or in_parts
@@ -799,7 +801,7 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
                 return forward_backward(batch, batch_idx, keep_outputs)
         skipped = run.window.skipped_batches
         outputs = forward_backward(batch, batch_idx, keep_outputs)
-        if run.window.skipped_batches != skipped:
+        if run.window.skipped_batches != skipped or runtime.engine.missed_exchange:
             exchange_without_loss(run)
         return outputs
 

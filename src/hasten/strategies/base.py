@@ -526,6 +526,8 @@ class StepEngine(StrategyPart):
 
     # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
     syncs_gradients: bool = False
+    # Whether the last backward reached no parameter, so that other processes still wait for this one.
+    missed_exchange: bool = False
     # Whether an optimizer may step inside backward, before gradients are exchanged.
     steps_in_backward: bool = True
     # Whether a process computes alone until gradients are exchanged, so that it may retry after running out of memory.
@@ -703,6 +705,10 @@ class StepEngine(StrategyPart):
 
     def prepare_backward(self, loss: Tensor, wrapped: nn.Module) -> None:
         """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
+
+    def with_exchange(self, backward: Callable[[Tensor], None], wrapped: nn.Module) -> Callable[[Tensor], None]:
+        """Return ``backward``, which also finds out whether it has exchanged the gradients of ``wrapped``."""
+        return backward
 
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
-from hasten._lib.errors import Parts, make_error
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
 from hasten.strategies.base import Sharding, StateIO, StepEngine
@@ -56,6 +56,8 @@ class _Routed(nn.Module):
         return self.__dict__["function"](*args, **kwargs)
 
 
+# How long the others have to reach the end of a backward that reached no further here.
+_SAME_MOMENT_SECONDS = 5.0
 _trains = operator.attrgetter("requires_grad")
 _numbers = itertools.count()
 
@@ -89,6 +91,8 @@ class _CurrentDDP:
         self._number, self._made = next(_numbers), 0
         self._exchanged: list[nn.Parameter] = []
         self.ddp: DistributedDataParallel | None = None
+        # A small parameter, which tells whether a backward reached the parameters at all.
+        self.witness: nn.Parameter | None = None
         self._registrations = _registrations()
         self._count = 0
         self._flags: list[bool] = []
@@ -121,12 +125,17 @@ class _CurrentDDP:
         else:
             self._remember()
 
+    @property
+    def place(self) -> str:
+        """Where processes agree on the present DDP."""
+        return f"ddp/{self._number}/{self._made}"
+
     def _agree(self, chosen: set[int]) -> None:
         if collectives.world_size() == 1:
             return
         kind = type(self._module).__name__
         by_rank = agreement.require_all(
-            f"ddp/{self._number}/{self._made}",
+            self.place,
             f"Other parameters of {kind} train from now on (unfrozen, frozen or replaced)",
             [name for name, parameter in self._module.named_parameters() if id(parameter) in chosen],
             "Change them on all processes at the same batch.",
@@ -165,6 +174,9 @@ class _CurrentDDP:
         for parameter in held:
             parameter.requires_grad = True
         self._exchanged = [parameter for parameter in self._parameters if parameter.requires_grad]
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [each for name, each in self._module.named_parameters() if name not in ignored and each.requires_grad]
+        self.witness = min(named, key=nn.Parameter.numel, default=None)
         self.ddp = self._make()
         for parameter in held:
             parameter.requires_grad = False
@@ -403,9 +415,7 @@ class DDPEngine(StepEngine):
             try:
                 return wrapped(*args, **kwargs)
             except RuntimeError as error:
-                if (text := self._unused(error, holder)) is None:
-                    raise
-                raise make_error(RuntimeError, text.what, fix=text.fix) from None
+                raise self._named(error, holder) from error.__cause__
 
         def manual_forward(*args: Any, **kwargs: Any) -> Any:
             wrapped = holder.current()
@@ -425,12 +435,13 @@ class DDPEngine(StepEngine):
 
         return manual_forward if _is_manual(inner.module) else forward
 
-    def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> Parts | None:
-        """Return which parameters a step has left without a gradient, where torch gives their indices, and the fix."""
+    def _named(self, error: RuntimeError, holder: _CurrentDDP) -> RuntimeError:
+        """Return an error that names the parameters which a step has left without a gradient; others as they are."""
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if indices is None:
-            return None
-        names = [holder.exchanged_names()[int(index)] for index in indices[1].split()]
+            return error
+        exchanged = holder.exchanged_names()
+        names = [exchanged[int(index)] for index in indices[1].split()]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         plain = not self.strategy._ddp_kwargs and self.strategy._comm_hook is None
         write = (
@@ -440,10 +451,14 @@ class DDPEngine(StepEngine):
         advice += "requires_grad_(False)."
         if self.strategy._ddp_kwargs.get("find_unused_parameters"):
             advice = "What the step returns depends on them, and its loss does not: return only what the loss needs."
-        return Parts(
-            f"strategy={self.strategy.name!r}: in the last step, {', '.join(names[:5])}{more} got no gradient, and the "
-            "processes exchange the gradients of all parameters that train.",
-            advice,
+        elif len(names) == len(exchanged):
+            advice = "Where a batch has nothing to learn from, return None from training_step."
+        return make_error(
+            RuntimeError,
+            f"strategy={self.strategy.name!r}: in the last step of rank {self.strategy.global_rank}, "
+            f"{', '.join(names[:5])}{more} got no gradient, and the processes exchange the gradients of all parameters "
+            "that train.",
+            fix=advice,
         )
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:
@@ -454,6 +469,39 @@ class DDPEngine(StepEngine):
         if wrapped.require_backward_grad_sync:
             searches = wrapped.find_unused_parameters and not wrapped.static_graph
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
+
+    def with_exchange(
+        self, backward: Callable[[torch.Tensor], None], wrapped: nn.Module
+    ) -> Callable[[torch.Tensor], None]:
+        if not isinstance(wrapped, DistributedDataParallel):
+            return backward
+        holder: _CurrentDDP = wrapped.__dict__["live"]
+
+        def exchanging_backward(loss: torch.Tensor) -> None:
+            assert holder.ddp is not None
+            witness = None if holder.ddp.find_unused_parameters or holder.ddp.static_graph else holder.witness
+            before = None if witness is None else witness.grad
+            version = None if before is None else before._version
+            backward(loss)
+            if witness is None or not holder.ddp.require_backward_grad_sync:
+                self.missed_exchange = False
+                return
+            # Before any other exchange, which would meet the gradients of processes that wait.
+            self._check_exchanged(holder)
+            after = witness.grad
+            self.missed_exchange = after is None or (after is before and after._version == version)
+
+        return exchanging_backward
+
+    def _check_exchanged(self, holder: _CurrentDDP) -> None:
+        """Raise RuntimeError if the backward of this process has left gradients for which others wait."""
+        assert holder.ddp is not None
+        try:
+            torch_private.check_ddp_exchanged(holder.ddp)
+        except RuntimeError as error:
+            # If all have left the same ones, nobody waits now, but the next forward cannot begin.
+            if not agreement.all_at(f"{holder.place}/unfinished", patience_seconds=_SAME_MOMENT_SECONDS):
+                raise self._named(error, holder) from None
 
     def share_buffers(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
