@@ -208,3 +208,10 @@ def test_a_value_of_one_process_alone_is_an_error_on_all_of_them() -> None:
     for kind in ("mean", "metric", "step"):
         with refused(RuntimeError, says=("'here' in validation_step", "rank 1", "rank 0")):
             quiet(devices=2, strategy="ddp").validate(OnOne(kind), samples(4))
+
+
+@pytest.mark.world_size(2)
+def test_training_data_of_which_no_process_gets_a_batch_is_refused_with_the_reason() -> None:
+    three_each = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=4, drop_last=True)
+    with refused(ValueError, says=("divided over all", "smaller batch_size")):
+        quiet(devices=2, strategy="ddp", max_epochs=1).fit(Evaluates(), three_each)

@@ -235,7 +235,11 @@ class StageData:
                 self._limited(stream)  # Raises if the limit does not fit the loader.
             empty = self.stage == "train" and self._streams[0].length == 0
             if empty and not (self._conventions.mistakes_are_warnings or self._allows_empty()):
-                raise MisconfigurationException("the train dataloader has no batches.")
+                what, fix = "the train dataloader has no batches", ""
+                if self._processes > 1:
+                    what += " on this process: its samples are divided over all"
+                    fix = "Use a smaller batch_size, drop_last=False, or fewer processes."
+                raise MisconfigurationException(f"{what}.", fix=fix)
         return self._streams
 
     def reload(self) -> None:
