@@ -38,7 +38,7 @@ class Classifier(L.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("test_loss", self.loss(batch))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:

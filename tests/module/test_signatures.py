@@ -78,6 +78,12 @@ def test_several_loaders_need_their_index() -> None:
     with refused(ValueError, fix="test_step"):
         quiet().test(model, [loader(8), loader(8)])
 
+    class Predicts(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any: ...  # type: ignore[override]
+
+    with refused(ValueError, fix="def predict_step(self, batch, batch_idx, dataloader_idx=0)"):
+        quiet().predict(Predicts(), [loader(8), loader(8)])
+
     class Takes(Classifier):
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
 

@@ -434,8 +434,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
 
 def _predict_loader(run: Run, loader_idx: int, several: bool, outputs: list[Any] | None) -> None:
     hooks = run.hooks
-    takes_loader = several and takes(run.module.predict_step, "dataloader_idx", at=3)
-    step = _watched_step(run, "predict_step", loader_idx if takes_loader else None)
+    step = _watched_step(run, "predict_step", loader_idx if several else None)
     transfer = make_transfer(run, run.data.predict, loader_idx)
     suffix = (loader_idx,) if several else ()
     # The predictions for a whole data set rarely fit on a device.

@@ -534,9 +534,8 @@ def check_takes_loader(run: Run, stage: str, loaders: int) -> None:
 def _check_takes_loader(owner: object, name: str, arguments: tuple[str, ...], stage: str, loaders: int) -> None:
     method, hook = getattr(owner, name), f"`{type(owner).__name__}.{name}()`"
     instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
-    # A predict_step without this argument does not get it, and neither does a step that fetches its batches itself.
-    may_lack = name == "predict_step" or takes_iterator(method)
-    if loaders > 1 and not may_lack and not _accepts(method, arguments):
+    # A step that fetches its batches itself does not get this argument.
+    if loaders > 1 and not takes_iterator(method) and not _accepts(method, arguments):
         raise DataloaderIndexError(
             f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.", fix=instead
         )
