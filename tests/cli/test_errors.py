@@ -128,3 +128,14 @@ def test_a_config_that_is_not_there(
     with pytest.raises(SystemExit):
         cli("--config=confg.yaml")
     assert "Did you mean '" + str(tmp_path / "config.yaml") in capsys.readouterr().err
+
+
+def test_an_error_of_syntax_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("right.yaml").write_text("trainer:\n  max_epochs: 1\n")
+    Path("wrong.yaml").write_text("trainer:\n  max_epochs: 1\n   max_steps: 2\n")
+    with pytest.raises(SystemExit):
+        cli("--config=right.yaml", "--config=wrong.yaml")
+    assert "in wrong.yaml, line 3" in capsys.readouterr().err

@@ -114,6 +114,8 @@ class LightningArgumentParser(ArgumentParser):
     ) -> None:
         # With abbreviations, a typo could be taken for another key.
         kwargs.setdefault("allow_abbrev", False)
+        # The config file that is read at the moment, or was read last.
+        self._config_path: Any = None
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
         # Key -> (class or classes, the key it is linked to).
@@ -230,8 +232,17 @@ class LightningArgumentParser(ArgumentParser):
                 kind, nested_key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True
             )
 
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parse a config file; see jsonargparse."""
+        # Not put back at the end: an error of another file comes after the next path.
+        self._config_path = path
+        return super().parse_path(path, *args, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message of jsonargparse and the nearest key; exit with code 2."""
+        if self._config_path is not None:
+            # YAML does not know which file it reads.
+            message = message.replace('"<unicode string>"', str(self._config_path))
         parser = getattr(ex, "subcommand_parser", None) or self
         if not getattr(self, "_inner_parser", False):
             # The message of an inner parser, for a class named in a config, becomes part of the outer parser's message.
