@@ -756,6 +756,9 @@ class ZeroEngine(StepEngine):
         # The loop divides losses by the number of batches of their accumulation.
         engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
 
+    def check_first_step(self, optimizer: Optimizer) -> None:
+        """Do nothing: DeepSpeed keeps the gradients."""
+
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` of the engine, which reduces gradients, clips them and steps."""
 

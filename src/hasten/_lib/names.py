@@ -190,18 +190,42 @@ _OF_BOTH = {
     "distributed_backend": "=strategy",
     "nb_gpu_nodes": "=num_nodes",
     "fused": "=fused_optimizer",
+    "backend": "Write {owner}(strategy=hasten.strategies.DDPStrategy(process_group_backend={value})).",
+    "seed": "Write hasten.seed_everything({value}) before the model is made.",
 }
 _RATE = "Write torch.optim.AdamW(self.parameters(), lr={value}) in configure_optimizers of the module."
+_CHECKPOINTS = "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(dirpath={value})])."
+_RESUME = "Write trainer.fit(model, ckpt_path={value})."
+_OPTIMIZER = "Return it from configure_optimizers of the module."
 # ... and these from the Trainer, or other libraries have them.
 _OF_TRAINER = {
     "amp": _HALF,
+    "accumulation_steps": "=accumulate_grad_batches",
     "auto_lr_find": "Write hasten.tuner.Tuner(trainer).lr_find(model) before fit.",
     "auto_scale_batch_size": "Write hasten.tuner.Tuner(trainer).scale_batch_size(model) before fit.",
     "automatic_optimization": "Write self.automatic_optimization = {value} in __init__ of the module.",
     "bf16": "Write Trainer(precision='bf16-mixed').",
     "checkpoint_callback": "Write Trainer(enable_checkpointing=...), or give the callback in Trainer(callbacks=[...]).",
+    "checkpoint_dir": _CHECKPOINTS,
+    "ckpt_path": _RESUME,
+    "clip_grad_norm": "=gradient_clip_val",
     "default_save_path": "=default_root_dir",
     "epochs": "=max_epochs",
+    "eval_steps": "=val_check_interval",
+    "grad_clip": "=gradient_clip_val",
+    "gradient_accumulation_steps": "=accumulate_grad_batches",
+    "log_interval": "=log_every_n_steps",
+    "logging_steps": "=log_every_n_steps",
+    "lr_scheduler": _OPTIMIZER,
+    "max_grad_norm": "=gradient_clip_val",
+    "num_train_epochs": "=max_epochs",
+    "optimizer": _OPTIMIZER,
+    "optimizers": _OPTIMIZER,
+    "output_dir": "=default_root_dir",
+    "save_steps": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(every_n_train_steps={value})]).",
+    "scheduler": _OPTIMIZER,
+    "warmup_steps": "Return a scheduler that warms up from configure_optimizers of the module.",
+    "weight_decay": "Write torch.optim.AdamW(self.parameters(), weight_decay={value}) in configure_optimizers.",
     "learning_rate": _RATE,
     "lr": _RATE,
     "model": "Write trainer.fit(model, train_dataloaders).",
@@ -225,6 +249,7 @@ _OF_TRAINER = {
     "nb_sanity_val_steps": "=num_sanity_val_steps",
     "overfit_pct": "=overfit_batches",
     "packing": "=packed",
+    "patience": "Write Trainer(callbacks=[hasten.callbacks.EarlyStopping(monitor='val_loss', patience={value})]).",
     "prepare_data_per_node": (
         "Write self.prepare_data_per_node = {value} in __init__ of the module or the datamodule."
     ),
@@ -236,7 +261,7 @@ _OF_TRAINER = {
     ),
     "reload_dataloaders_every_epoch": "Write Trainer(reload_dataloaders_every_n_epochs=1).",
     "replace_sampler_ddp": "=use_distributed_sampler",
-    "resume_from_checkpoint": "Write trainer.fit(model, ckpt_path={value}).",
+    "resume_from_checkpoint": _RESUME,
     "row_log_interval": "=log_every_n_steps",
     "show_progress_bar": "=enable_progress_bar",
     "stochastic_weight_avg": "Write Trainer(callbacks=[hasten.callbacks.StochasticWeightAveraging(swa_lrs=0.01)]).",
@@ -253,7 +278,7 @@ _OF_TRAINER = {
         "Split the sequence in training_step, with self.automatic_optimization = False in __init__ of the module."
     ),
     "val_percent_check": "=limit_val_batches",
-    "weights_save_path": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(dirpath={value})]).",
+    "weights_save_path": _CHECKPOINTS,
     "weights_summary": (
         "Write Trainer(callbacks=[hasten.callbacks.ModelSummary(max_depth=1)]); for none "
         "Trainer(enable_model_summary=False)."
@@ -274,6 +299,7 @@ _OF_FABRIC = {
     "gradient_clip_val": "Write fabric.clip_gradients(model, optimizer, max_norm={value}) before optimizer.step().",
     "accumulate_grad_batches": "Write `with fabric.no_backward_sync(model, enabled=accumulating):` in the loop.",
     "logger": "=loggers",
+    "optimizer": "Write model, optimizer = fabric.setup(model, optimizer).",
     "replace_sampler_ddp": "Write fabric.setup_dataloaders(loader, use_distributed_sampler={value}).",
 }
 
@@ -337,7 +363,9 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         near = nearest(name, known)
         if name not in instead_of and near is not None:
             raise make_error(TypeError, wrong, fix=f"Did you mean {near!r}?", argument=name)
-        instead = instead_of.get(name) or instead_of.get(nearest(name, instead_of) or "")
+        # What stands there is of another kind for each name, so only a slip leads to it.
+        slip = difflib.get_close_matches(name, instead_of, n=1, cutoff=0.85)
+        instead = instead_of.get(name) or (instead_of[slip[0]] if slip else None)
         if instead is None:
             raise make_error(TypeError, wrong, fix=f"The arguments are: {', '.join(known)}.", argument=name)
         raise make_error(TypeError, wrong, fix=_to_write(instead, owner, repr(value)), argument=name)

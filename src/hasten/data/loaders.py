@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from hasten._lib import tree
 from hasten._lib.errors import MisconfigurationException, WrongType
@@ -77,6 +84,7 @@ def prepare(
         _report_empty(loader, name)
     if not isinstance(loader, DataLoader):
         return loader
+    _warn_of_weights(loader, name)
     loader = _undropped(loader) if stage == "predict" else loader
     if num_replicas == 1 and not overfit:
         return loader
@@ -93,6 +101,19 @@ def prepare(
     if is_iterable(loader):
         return divided(loader, num_replicas, rank, name=name, seed=seed)
     return _shard(loader, num_replicas, rank, seed, train=train, shuffle=shuffle and not overfit)
+
+
+def _warn_of_weights(loader: DataLoader[Any], name: str) -> None:
+    """Warn of weights of classes where a sampler takes those of samples."""
+    if not isinstance(loader.sampler, WeightedRandomSampler):
+        return
+    dataset: Any = loader.dataset
+    weights, samples = len(loader.sampler.weights), length_of(dataset) or 0
+    if weights < samples:
+        rank_zero_warn(
+            f"{name}: its WeightedRandomSampler has {weights} weights for {samples} samples, and draws no others.",
+            fix="Give one weight for each sample: weights_of_classes[labels].",
+        )
 
 
 def _undropped(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -251,8 +251,13 @@ class FabricOptimizer:
         self.__class__ = _class_like(kind)
         step, zero_grad = runtime.engine.make_step(optimizer), runtime.engine.make_zero_grad(optimizer)
         steps = runtime.steps
+        is_first = True
 
         def step_of(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal is_first
+            if is_first and closure is None:
+                runtime.engine.check_first_step(optimizer)
+            is_first = False
             result = step(closure)
             if steps is not None:
                 steps.end_step("train")

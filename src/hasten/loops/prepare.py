@@ -49,7 +49,7 @@ from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
-from hasten.optim.configure import warn_of_none
+from hasten.optim.configure import warn_of_none, warn_of_schedulers
 from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
@@ -298,14 +298,16 @@ def configure_optimizers(run: Run) -> None:
             automatic=module.automatic_optimization,
             steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
         )
-    optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    automatic = module.automatic_optimization
+    optim.check(optimizers, schedulers, automatic=automatic, owner=owner)
+    warn_of_schedulers(optimizers, schedulers, automatic=automatic, owner=owner, max_epochs=run.limits.max_epochs)
     check_parameters(run, optimizers)
     optimizers = change_optimizers(run, optimizers)
     run.optimizers, run.schedulers = optimizers, schedulers
     check_optimizers(run)
     engine, clip_norm = run.runtime.engine, run.arguments.gradient_clip_val or 0.0
     engine.check_beside(functools.partial(_conflicts_with_engine, run))
-    accumulation = run.window.accumulate_grad_batches if module.automatic_optimization else None
+    accumulation = run.window.accumulate_grad_batches if automatic else None
     engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
     optimizers, schedulers = engine.make(module, optimizers, schedulers)
     warn_of_none(optimizers, owner)

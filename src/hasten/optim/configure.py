@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hasten._lib import check as guards
 from hasten._lib.durations import parse_interval
@@ -251,6 +252,35 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
                 "that was not returned.",
                 fix="Return that optimizer too.",
             )
+
+
+def warn_of_schedulers(
+    optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic: bool, owner: str, max_epochs: float
+) -> None:
+    """Warn of a scheduler that nothing can step, and of one that was made for more steps than there are epochs."""
+    for optimizer in optimizers if automatic and not configs else ():
+        # torch's schedulers leave a mark in the step of their optimizer.
+        if getattr(optimizer.step, "_wrapped_by_lr_sched", False) and not _has_scheduler(optimizer):
+            rank_zero_warn(
+                f"{owner}.configure_optimizers() makes a scheduler and does not return it: it never steps.",
+                fix="Return [optimizer], [scheduler].",
+            )
+    for config in configs if automatic else ():
+        for function in getattr(config.scheduler, "lr_lambdas", ()):
+            steps = getattr(function, "keywords", {}).get("num_training_steps", 0)
+            if config.interval == "epoch" and isinstance(steps, int) and steps > max_epochs:
+                rank_zero_warn(
+                    f"{owner}.configure_optimizers(): the scheduler was made for {steps} steps, and steps per epoch.",
+                    fix="Did you mean {'scheduler': scheduler, 'interval': 'step'}?",
+                )
+
+
+def _has_scheduler(optimizer: Optimizer) -> bool:
+    """Return whether a scheduler of ``optimizer`` exists anywhere in the program."""
+    return any(
+        isinstance(one, LRScheduler) or (isinstance(one, dict) and "last_epoch" in one)
+        for one in gc.get_referrers(optimizer)
+    )
 
 
 def warn_of_none(optimizers: list[Any], owner: str) -> None:

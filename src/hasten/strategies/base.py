@@ -25,7 +25,7 @@ from hasten._lib import check
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.observers import set_during
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
@@ -33,6 +33,7 @@ from hasten.checkpoint.files import DefaultCheckpointIO
 from hasten.checkpoint.snapshots import snapshot_optimizer
 from hasten.checkpoint.stored import StoredCheckpoint, StoredTensor
 from hasten.optim import fast_step
+from hasten.optim.backward import InBackward
 from hasten.precision.base import Precision
 from hasten.strategies.program import ProgramMethods
 
@@ -825,6 +826,15 @@ class StepEngine(StrategyPart):
 
         """
         return self.clip_value if algorithm == "value" else self.clip_norm
+
+    def check_first_step(self, optimizer: Optimizer) -> None:
+        """Warn before the first step of an optimizer in Fabric if no backward has computed gradients for it."""
+        if not isinstance(optimizer, InBackward) and all(each.grad is None for each in parameters_of(optimizer)):
+            rank_zero_warn(
+                f"{type(optimizer).__name__}: the first step() found no gradients.",
+                PossibleUserWarning,
+                fix="Call fabric.backward(loss), then optimizer.step(), then optimizer.zero_grad().",
+            )
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``; other arguments are those of its own step."""

@@ -115,8 +115,14 @@ def callbacks(arguments: Arguments) -> list[Callback]:
                 fix="Leave out one of them.",
                 argument=argument,
             )
-    if arguments.max_time is not None and not names_of(Timer):
-        callbacks.append(Timer(arguments.max_time))
+    if arguments.max_time is not None:
+        if names_of(Timer):
+            rank_zero_warn(
+                f"Trainer(max_time={arguments.max_time!r}) is not used: there is a Timer among the callbacks.",
+                fix="Leave out one of them.",
+            )
+        else:
+            callbacks.append(Timer(arguments.max_time))
     if arguments.enable_progress_bar and not bars:
         callbacks.append(TQDMProgressBar())
     if arguments.enable_model_summary and not names_of(ModelSummary):

@@ -263,6 +263,7 @@ class Trainer(TrainerView):
         self._module: LightningModule | None = None
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
+        self._inside_fit = False
         self._ckpt_path: str | None = None
         self._assigned_path: str | None = None
         self._received_sigterm = False
@@ -559,6 +560,12 @@ class Trainer(TrainerView):
     ) -> Result:
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         check_signatures(module, datamodule, self._callbacks)
+        if fn is TrainerFn.FITTING and self._inside_fit:
+            raise make_error(
+                RuntimeError,
+                "Trainer.fit() is called inside of a fit of the same Trainer, in a hook.",
+                fix="Call it after the first one, or with a Trainer of its own.",
+            )
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         # Until the next fit, programs see that the last one was stopped.
         self._should_stop = self._should_stop and fn is not TrainerFn.FITTING
@@ -568,6 +575,7 @@ class Trainer(TrainerView):
         if not joined():
             # Copies of this process inherit it, and the program continues with it.
             parts.settle_loggers(self._loggers, self._runtime)
+        before, self._inside_fit = self._inside_fit, fn is TrainerFn.FITTING
         try:
             result: Result = self._runtime.launch(
                 self._in_process, loaders, ckpt_path, weights_only, body, trainer=self
@@ -579,6 +587,8 @@ class Trainer(TrainerView):
             explain(error)
             shorten(error)
             raise
+        finally:
+            self._inside_fit = before
 
     def _in_process(
         self,
