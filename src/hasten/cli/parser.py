@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import os
 import re
 from argparse import SUPPRESS
 from collections.abc import Callable
@@ -115,7 +116,7 @@ class LightningArgumentParser(ArgumentParser):
         # With abbreviations, a typo could be taken for another key.
         kwargs.setdefault("allow_abbrev", False)
         # The config file that is read at the moment, or was read last.
-        self._config_path: Any = None
+        self._config_path: str | os.PathLike[str] | None = None
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
         # Key -> (class or classes, the key it is linked to).
@@ -232,7 +233,7 @@ class LightningArgumentParser(ArgumentParser):
                 kind, nested_key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True
             )
 
-    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Parse a config file; see jsonargparse."""
         # Not put back at the end: an error of another file comes after the next path.
         self._config_path = path
