@@ -108,6 +108,9 @@ class LoggedValues:
         self.callback_values: dict[str, float] = {}
         self.logger_values: dict[str, float] = {}
         self.bar_values: dict[str, float] = {}
+        # By place ("callback" or "logged") and name: the value of a training step after which an evaluation has
+        # published another under this name, which stays until the next value of a step.
+        self._outdated: dict[tuple[str, str], Any] = {}
         # Checks losses for nan and infinity; None outside of training.
         self.loss_report: LossReport | None = None
         self._observer: Callable[..., None] | None = None
@@ -480,7 +483,7 @@ class LoggedValues:
             others: dict[str, float] = {}
             for (logged, name), value in zip(entries, arrival.values(), strict=True):
                 self._check_loss(logged, name, value, step, epoch)
-                if logged.prog_bar:
+                if logged.prog_bar and self._is_shown("callback", name, logged.step_value()):
                     self.bar_values[name] = value
                 if step >= 0 and logged is not self._loss:
                     (row if logged.logger else others)[name] = value
@@ -547,10 +550,33 @@ class LoggedValues:
             logged.weight = None  # Marked as computed: the epoch's last hooks may log more values and close it again.
         if stage == "train":
             self.epoch_values |= row
+        else:
+            shown = {name for _, logged in entries for name in (logged.base_name, logged.epoch_name)}
+            steps = {logged.step_name for logged in self.of_stage(stage) if logged.on_step and logged.logger}
+            self._outdate({("callback", name) for name in shown} | {("logged", name) for name in (*row, *steps)})
         if self._several_loaders:
             # The epoch's last hooks may compute the value over all dataloaders.
             _give_back(self.of_stage(stage))
         return by_loader, row
+
+    def _outdate(self, names: Iterable[tuple[str, str]]) -> None:
+        """Show what was just published under these names, not the values of training steps before it."""
+        outdated = set(names)
+        for logged in self.of_stage("train") if outdated else ():
+            if not logged.on_step or logged.value is None:
+                continue
+            known = any(each is logged.value for each in self._outdated.values())
+            if isinstance(logged.value, (int, float)) and not known:
+                # A new object, to be told apart from an equal value of the next step.
+                logged.value = logged.value * 1.0
+            for place in ("callback", "logged"):
+                for name in {logged.base_name, logged.step_name}:
+                    if (place, name) in outdated:
+                        self._outdated[place, name] = logged.step_value()
+
+    def _is_shown(self, place: str, name: str, value: object) -> bool:
+        """Return whether the value of a training step is the latest of its name."""
+        return self._outdated.get((place, name), self) is not value
 
     def show_loss(self, loss: Tensor | None) -> None:
         """Have the bar show the loss of the training epoch's last step, if ``close_epoch`` has waited for values."""
@@ -584,26 +610,37 @@ class LoggedValues:
         latest = self.shared.of_step([logged.step_value() for logged in step_values], step_values, f"{stage} latest")
         values: dict[str, float] = {}
         for logged, value in zip(step_values, send_to_host(latest).values(), strict=True):
-            if logged.prog_bar:
+            current = logged.step_value()
+            is_shown = self._is_shown("callback", logged.step_name, current)
+            if logged.prog_bar and is_shown:
                 self.bar_values[logged.step_name] = value
-            if logged.logger:
+            if logged.logger and self._is_shown("logged", logged.step_name, current):
                 self.logger_values[logged.step_name] = value
-            values[logged.step_name] = value
             if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
                 self._double |= {logged.base_name, logged.step_name}
-            if not logged.on_epoch:
+            if is_shown:
+                values[logged.step_name] = value
+            if not logged.on_epoch and self._is_shown("callback", logged.base_name, current):
                 values[logged.base_name] = value
         return values
 
     # -- epochs
 
-    def start_epoch(self, stage: str) -> None:
-        """Forget what the stage's last epoch accumulated."""
+    def start_epoch(self, stage: str, *, anew: bool = True) -> None:
+        """Forget what the stage's last epoch accumulated.
+
+        Args:
+            stage: "train", "validate" or "test".
+            anew: False where that was done when the last epoch ended. Metrics may have gathered more since.
+
+        """
         self.batch_size = 0
         self._closed.pop(stage, None)
         self._rows = []
+        if stage == "train":
+            self._outdated = {}
         self._bar_sent = time.monotonic()
-        for logged in self.of_stage(stage):
+        for logged in self.of_stage(stage) if anew else ():
             logged.reset()
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:
@@ -647,6 +684,7 @@ class LoggedValues:
     def forget_callback_values(self) -> None:
         """Drop everything shown to callbacks, bar and loggers, after the sanity check and before a new call."""
         self.callback_values, self.logger_values, self.bar_values = {}, {}, {}
+        self._outdated = {}
         self.loss_value = None
 
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -654,7 +692,9 @@ class LoggedValues:
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.callback_values.items()}
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
-                metrics[logged.base_name] = metrics[logged.step_name] = value
+                for name in (logged.base_name, logged.step_name):
+                    if self._is_shown("callback", name, logged.step_value()):
+                        metrics[name] = value
         for logged, value in self._values_of_hook() if self.context.values else ():
             metrics[logged.base_name] = metrics[logged.epoch_name] = value
         return ShownValues(metrics, self.callback_values)
@@ -662,7 +702,11 @@ class LoggedValues:
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.logger_values.items()}
-        metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
+        metrics |= {
+            logged.step_name: value
+            for logged, value in self._current_step_values()
+            if logged.logger and self._is_shown("logged", logged.step_name, logged.step_value())
+        }
         of_hook = self._values_of_hook() if self.context.values else ()
         metrics |= {logged.epoch_name: value for logged, value in of_hook if logged.logger}
         return ShownValues(metrics, self.logger_values)
@@ -734,6 +778,7 @@ class LoggedValues:
             "row_is_due": self.row_is_due,
             "epoch": dict(self.epoch_values),
             "epoch_not_for_loggers": dict(self._not_for_loggers),
+            "outdated": sorted(self._outdated),
         }
         return {
             "train": entries,
@@ -756,6 +801,7 @@ class LoggedValues:
             logged = self.context_of(row).values[entry["name"]] = LoggedValue(entry["name"], self, row)
             metric = None if entry["metric"] is None else metric_at(entry["metric"])
             logged.load_state_dict(entry, metric, self._runtime.device)
+        self._outdate((place, name) for place, name in state.get("outdated", ()))
 
 
 def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None:

@@ -216,8 +216,11 @@ def _go_to_start(run: Run, state: RunState, checkpoint: dict[str, Any] | None, p
     if checkpoint is not None:
         _resume_training(run, state, checkpoint, path)
         return
-    if progress.mid_epoch:
-        # An earlier fit ended in the middle of an epoch; this one begins the next.
+    if progress.mid_epoch and progress.in_epoch:
+        # An error or Ctrl-C has ended an earlier fit within an epoch: this one begins that epoch again.
+        progress.next_epoch()
+    elif progress.mid_epoch:
+        # An earlier fit was told to stop in the middle of an epoch; this one begins the next.
         progress.epoch_ended = True
     progress.in_epoch = False
     run.averages.resume_with(None)
