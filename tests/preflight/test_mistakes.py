@@ -283,6 +283,10 @@ MISTAKES = [
             lambda: check(step(prints_the_loss))),
     warning("`empty_cache()` in each step", "training_step", "torch.cuda.empty_cache() in each step",
             lambda: check(step(empties_the_cache))),
+    warning("`log_softmax` over the batch", "loss", "log_softmax(logits, dim=1)",
+            lambda: check(step(lambda self, batch: F.nll_loss(self(batch[0]).log_softmax(0), batch[1])))),
+    warning("a distribution that looks at its values in each step", "training_step", "validate_args=False",
+            lambda: check(step(samples_actions))),
     # Values.
     error("the data has nan", "data values", "in 1 of 4 samples, first in sample 0", lambda: check(Net(), with_nan())),
     error("a layer takes the logarithm of negative numbers", "loss", "the output of layers.0 (Log)",
@@ -329,8 +333,10 @@ MISTAKES = [
             lambda: check(scheduled(lambda sgd: SCHEDULERS.CosineAnnealingLR(sgd, 100)), max_epochs=10)),
     warning("`StepLR` for more epochs than the fit has", "learning rate", "does not change in this fit",
             lambda: check(scheduled(lambda sgd: SCHEDULERS.StepLR(sgd, 30)), max_epochs=10)),
-    warning("a warm-up longer than the fit", "learning rate", "stays below",
+    warning("a warm-up longer than the fit", "learning rate", '"interval": "step"',
             lambda: check(scheduled(lambda sgd: SCHEDULERS.LambdaLR(sgd, lambda i: min(1, i / 1000))), max_epochs=9)),
+    warning("`LambdaLR` with a learning rate for a factor", "learning rate", "return a factor of lr",
+            lambda: check(scheduled(lambda sgd: SCHEDULERS.LambdaLR(sgd, lambda epoch: 0.01 * 0.9**epoch)))),
     warning("`ReduceLROnPlateau` waits longer than the fit", "learning rate", "never lowers",
             lambda: check(scheduled(lambda sgd: SCHEDULERS.ReduceLROnPlateau(sgd, patience=10),
                                     monitor="train_loss"), max_epochs=5)),
@@ -442,6 +448,11 @@ def prints_the_loss(self: Any, batch: Any) -> Any:
 def empties_the_cache(self: Any, batch: Any) -> Any:
     torch.cuda.empty_cache()
     return self.loss(batch)
+
+
+def samples_actions(self: Any, batch: Any) -> Any:
+    policy = torch.distributions.Categorical(logits=self(batch[0]))
+    return -policy.log_prob(policy.sample()).mean()
 
 
 def unpack(batch: Any) -> Any:
@@ -564,6 +575,26 @@ class _TwoOptimizers(Net):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+def test_an_optimizer_may_step_after_the_batches_of_a_check() -> None:
+    model = _TwoOptimizers()
+    model.later = nn.Linear(2, 2)
+    model.configure_optimizers = lambda: [
+        torch.optim.SGD(p, lr=0.1) for p in (model.layers.parameters(), model.later.parameters())
+    ]
+    model.training_step = lambda batch, batch_idx: model.manual_backward(model.loss(batch))
+    rows = [row for row in check(model).rows if row.name == "gradients"]
+    assert [row.status for row in rows] == ["not checked"], rows
+
+
+@pytest.mark.parametrize("name", ["neg_loss", "loss_reduction", "1-accuracy", "fpr_at_recall", "rmse_skill"])
+def test_a_name_that_leaves_doubt_is_no_mistake(name: str) -> None:
+    log = lambda self, batch, batch_idx: self.log(name, 0.5)  # noqa: E731
+    for mode in ("min", "max"):
+        stopping = CALLBACKS.EarlyStopping(name, mode=mode)
+        report = check(validated(validation_step=log), loader(), loader(shuffle=False), callbacks=stopping)
+        assert [row.seen for row in report.rows if row.status == "warning"] == [], str(report)
 
 
 @pytest.mark.parametrize(

@@ -307,10 +307,12 @@ _MORE = (
     "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "iou", "miou", "dice", "map", "bleu", "rouge",
     "psnr", "ssim", "r2", "top1", "top5", "reward", "mcc", "kappa",
 )  # fmt: skip
-# Parts with which a name leaves some doubt: a negative value, a difference, a loss called after its metric.
+# Parts with which a name leaves some doubt: a negative value, a difference, a loss called after its metric, one value
+# where another is fixed.
 _DOUBTFUL = (
-    "neg", "negative", "minus", "inverse", "inv", "gap", "diff", "difference", "delta", "std", "var", "drop",
-    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "reduction", "decrease", "improvement",
+    "neg", "negative", "minus", "inverse", "inv", "gap", "diff", "difference", "delta", "std", "var", "drop", "at",
+    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "reduction", "decrease", "improvement", "skill",
+    "explained",
 )  # fmt: skip
 
 
@@ -319,7 +321,7 @@ def _words(name: str) -> list[str]:
 
 
 def right_mode(name: str) -> str | None:
-    """Return "min" or "max" where the name of a value says which is better, else None.
+    """Return "min" or "max" where the name of a value says beyond doubt which is better, else None.
 
     Example::
 
@@ -328,6 +330,9 @@ def right_mode(name: str) -> str | None:
 
     """
     words = _words(name)
+    # "1 - accuracy" begins with 1.
+    if not set(_DOUBTFUL).isdisjoint(words) or words[0] == "1":
+        return None
     less = any(word in _LESS or word.endswith("loss") for word in words)
     more = any(word in _MORE or re.fullmatch(r"acc\d+|.*acc|.*accuracy", word) for word in words)
     return None if less == more else "min" if less else "max"
@@ -335,9 +340,8 @@ def right_mode(name: str) -> str | None:
 
 def warn_of_mode(owner: str, monitor: str, mode: str) -> None:
     """Warn where the name of the value says that the other direction is better, such as min for an accuracy."""
-    expected, words = right_mode(monitor), _words(monitor)
-    # "1 - accuracy" begins with 1.
-    if expected in (None, mode) or not set(_DOUBTFUL).isdisjoint(words) or words[0] == "1":
+    expected = right_mode(monitor)
+    if expected in (None, mode):
         return
     rank_zero_warn(
         f"{owner}(monitor={monitor!r}, mode={mode!r}): the {'lowest' if mode == 'min' else 'highest'} value counts as "

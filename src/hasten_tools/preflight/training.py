@@ -17,6 +17,8 @@ from hasten_tools.preflight.loaders import bad_row
 from hasten_tools.preflight.report import Rows
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from hasten.loops.run import Run
     from hasten_tools.preflight.plan import Length
     from hasten_tools.preflight.watch import Observations
@@ -188,15 +190,18 @@ def _check_factors(name: str, scheduler: Any, calls: int, by_step: bool, rows: R
     """Check the factors that a function of the step returns, such as a warm-up."""
     places = sorted({0, calls, *(calls * part // 50 for part in range(50))})
     try:
-        highest = max(float(scheduler.lr_lambdas[0](place)) for place in places)
+        factors = [float(scheduler.lr_lambdas[0](place)) for place in places]
     except Exception:
         return
-    if highest < 0.1:
+    if (highest := max(factors)) < 0.1:
         how = "after each step" if by_step else "once an epoch"
+        line = '{"scheduler": ..., "interval": "step"}' if not by_step else "Make the warm-up shorter than the fit."
+        if factors[0] == highest > 0:  # No warm-up: probably the learning rate itself.
+            line = f"Let the function of {name} return a factor of lr: 1 for lr itself."
         rows.warning(
             "learning rate",
-            f"{name} steps {calls} times ({how}), and the learning rate stays below {highest:.0%} of lr.",
-            '{"scheduler": ..., "interval": "step"}' if not by_step else "Make the warm-up shorter than the fit.",
+            f"{name} steps {calls} times ({how}), and its factor of lr is {highest:.2g} at the most.",
+            line,
         )
 
 
@@ -251,7 +256,8 @@ def _check_loss(run: Run, seen: Observations, rows: Rows) -> bool:
 
 
 def _check_gradients(run: Run, seen: Observations, rows: Rows) -> bool:
-    held = {id(p) for p in parameters_of(*run.optimizers)}
+    used, idle = _by_use(run, seen)
+    held = {id(p) for p in parameters_of(*(used or idle))}
     named = [(name, p) for name, p in run.module.named_parameters() if p.requires_grad and id(p) in held]
     if not named or run.runtime.engine.owns_step or (not seen.with_gradient and not seen.trained):
         return True
@@ -268,8 +274,16 @@ def _check_gradients(run: Run, seen: Observations, rows: Rows) -> bool:
             "Use them in the step, leave them out of the module, or .requires_grad_(False); with DDP "
             'Trainer(strategy="ddp_find_unused_parameters_true")',
         )
+    for one in idle:
+        rows.skipped("gradients", f"no parameter of {type(one).__name__} got a gradient in {seen.trained} batches")
     _check_gradient_values(run, seen, rows, finite=finite, all_have_one=not without)
     return finite
+
+
+def _by_use(run: Run, seen: Observations) -> tuple[list[Optimizer], list[Optimizer]]:
+    """Return the optimizers with a gradient, and those without: a module that steps by hand may do so rarely."""
+    used = [one for one in run.optimizers if not seen.with_gradient.isdisjoint(map(id, parameters_of(one)))]
+    return used, [one for one in run.optimizers if one not in used]
 
 
 def _check_gradient_values(run: Run, seen: Observations, rows: Rows, *, finite: bool, all_have_one: bool) -> None:
@@ -283,7 +297,8 @@ def _check_gradient_values(run: Run, seen: Observations, rows: Rows, *, finite: 
         rows.warning(
             "gradients",
             "Every gradient of the first batch is 0.",
-            "Look for a ReLU or a clamp before the loss that no input passes.",
+            "Look for a ReLU or a clamp before the loss that no input passes, and for a softmax or cross entropy over "
+            "one output, which is constant.",
         )
 
 
@@ -319,7 +334,8 @@ def check_repeatable(run: Run, seen: Observations, rows: Rows) -> None:
     rows.warning(
         "eval mode",
         f"{what} gives different outputs for the same input in eval mode.",
-        "nn.functional.dropout(x, p, training=self.training), and no random numbers where not self.training",
+        "Make layers in __init__, write nn.functional.dropout(x, p, training=self.training), and draw no random "
+        "numbers where not self.training.",
     )
 
 

@@ -43,6 +43,8 @@ _FUNCTIONS = (
     (gc, "collect", "gc.collect()"),
 )
 _FRAMEWORK = torch.__file__.rpartition("/")[0]
+# Distributions compare their parameters and values with what they allow.
+_VALIDATES = "validate_args=True"
 # What else than a step may keep: Lightning's own attribute.
 _KNOWN = frozenset({"example_input_array"})
 
@@ -88,13 +90,14 @@ class Waits(TorchFunctionMode):
         return noted
 
     def _note(self, text: str) -> None:
-        frame = first_outside(caller(2), lambda file: file.startswith((_FRAMEWORK, __file__)))
+        reader = caller(2)
+        frame = first_outside(reader, lambda file: file.startswith((_FRAMEWORK, __file__)))
         if frame is None or is_of_library(file_of(frame)):
             return
         file, line = file_of(frame), frame.f_lineno
         place = place_of(file, line)
         count, texts, code = self._found.get(place, (0, {}, linecache.getline(file, line).strip()))
-        texts.setdefault(text)
+        texts.setdefault(_VALIDATES if file_of(reader).startswith(f"{_FRAMEWORK}/distributions/") else text)
         self._found[place] = count + (place not in self._here), texts, code
         self._here.add(place)
 
@@ -118,6 +121,8 @@ def check_waits(found: Mapping[str, tuple[int, dict[str, None], str]], batches: 
 def _instead(texts: Mapping[str, None]) -> str:
     if _PRINTS in texts:
         return 'self.log("name", value, prog_bar=True), or if batch_idx % 100 == 0: print(...)'
+    if _VALIDATES in texts:
+        return "Give the distribution validate_args=False when the program is right."
     if "if tensor" in texts:
         return "torch.where(condition, a, b)"
     if texts.keys() & {".cpu()", ".numpy()", ".tolist()", '.to("cpu")'}:

@@ -381,6 +381,16 @@ def _look_at_scores(seen: Observations, name: str, values: Tensor) -> None:
             ("warning", "nll_loss gets positive numbers, and needs the logarithms of probabilities.",
              "Use nn.functional.cross_entropy on the logits, or nll_loss on log_softmax(logits, dim=1).")
         )  # fmt: skip
+    elif name == "nll_loss" and _adds_up_over(0, values) and not _adds_up_over(1, values):
+        seen.losses.append(
+            ("warning", "nll_loss gets probabilities that add up to 1 over the batch, not over the classes.",
+             "log_softmax(logits, dim=1)")
+        )  # fmt: skip
+
+
+def _adds_up_over(dim: int, values: Tensor) -> bool:
+    """Return whether probabilities, given as logarithms in rows for samples, add up to 1 along a dimension."""
+    return values.dim() == 2 and bool((values.detach().float().logsumexp(dim).abs() < 1e-3).all())
 
 
 def _check_range(name: str, low: int, high: int, classes: int) -> None:
