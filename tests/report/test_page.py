@@ -139,6 +139,11 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "empty")]) == 1
     assert "no run.jsonl" in capsys.readouterr().err
+    program = tmp_path / "empty" / "fit.py"
+    program.touch()
+    for command in ("report", "plot"):
+        assert main([command, str(program)]) == 1
+        assert f"{program} is not the record of a run" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 1
     assert "does not exist" in capsys.readouterr().err
     (tmp_path / "empty" / "run.jsonl").touch()

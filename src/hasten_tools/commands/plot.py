@@ -94,7 +94,7 @@ def _by_epoch(options: argparse.Namespace) -> list[Path]:
     # Some fits log neither loss nor accuracy.
     recorded = read_run(run)
     try:
-        return hasten.plot_logs(recorded.folder, options.output)
+        return hasten.plot_logs(run, options.output)
     except (FileNotFoundError, ValueError):
         if options.output is not None or not recorded.keys():
             raise

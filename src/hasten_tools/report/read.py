@@ -195,10 +195,11 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
 def find_run(path: str | os.PathLike[str]) -> Path:
     """Return the file that ``path`` means: a ``run.jsonl``, or else a ``metrics.csv``."""
     given = Path(path)
-    if given.is_file():
+    if given.is_file() and given.suffix in (".jsonl", ".csv"):
         return given
-    if not given.exists():
-        raise FileNotFoundError(f"{given} does not exist. Name the folder of a run, such as lightning_logs/version_0.")
+    if not given.is_dir():
+        what = "is not the record of a run" if given.exists() else "does not exist"
+        raise FileNotFoundError(f"{given} {what}. Name the folder of a run, such as lightning_logs/version_0.")
     for folder in (given, given / "lightning_logs"):
         versions = [one for one in folder.glob("version_*") if _has_run(one)]
         # version_10 comes after version_9.
