@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from hasten._lib.errors import MisconfigurationException
+from hasten.cli import LightningCLI
+from hasten.demos.boring_classes import BoringModel
 from tests.cli.program import cli
+from tests.refusals import refused
 
 ANY: dict[str, Any] = {"model_class": None}
 RUN: dict[str, Any] = {"run": True}
@@ -43,6 +47,11 @@ WRONG: list[tuple[list[str] | dict[str, Any], dict[str, Any], str, str | None]] 
     (["--model=WideLineNt"], ANY, "WideLineNt", "WideLineNet"),
     ([], ANY, "required: model", None),
     (["--optimizer=Adm"], {}, "Adm", "Adam"),
+    (["--optimizer.lr=3"], {}, "Choose a class first, as in --optimizer=", None),
+    (["--lr_scheduler.gamma=3"], {}, "Choose a class first, as in --lr_scheduler=", None),
+    ({"optimizer": {"class_path": "torch.optim.Adamw"}}, {}, "no attribute 'Adamw'", "AdamW"),
+    ({"seed": 3}, {}, "'seed'", "--seed_everything"),
+    ({"data": {"max_epochs": 3}}, {}, "Options of data: --data.batch_size", "--trainer.max_epochs"),
     (["--optimizer=Adam", "--optimizer.lrr=3"], {}, "Option 'lrr' is not accepted", "lr"),
     (
         ["--trainer.strategy=DDPStrategy", "--trainer.strategy.find_unused_parameter=1"],
@@ -139,3 +148,25 @@ def test_an_error_of_syntax_names_its_file(
     with pytest.raises(SystemExit):
         cli("--config=right.yaml", "--config=wrong.yaml")
     assert "in wrong.yaml, line 3" in capsys.readouterr().err
+    Path("empty.yaml").touch()
+    with pytest.raises(SystemExit):
+        cli("--config=empty.yaml")
+    assert "empty.yaml has no keys" in capsys.readouterr().err
+
+
+class Linked(LightningCLI):
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        parser.link_arguments("model.widht", "data.batch_size")
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: cli(model_class=BoringModel()), "give the class BoringModel"),
+        (lambda: cli(trainer_defaults={"max_epoch": 3}), "'trainer.max_epochs'"),
+        (lambda: cli(kind=Linked), "'model.width'"),
+    ],
+)
+def test_a_mistake_in_the_program_is_an_exception_that_says_what_to_write(make: Any, fix: str) -> None:
+    with refused(MisconfigurationException, fix=fix):
+        make()

@@ -8,9 +8,10 @@ import inspect
 import itertools
 import os
 import re
+import sys
 from argparse import SUPPRESS
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -21,7 +22,7 @@ from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.names import did_you_mean_file, instead_of_removed, nearest
+from hasten._lib.names import did_you_mean, did_you_mean_file, instead_of_removed, nearest
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
 from hasten.extend.origin import is_builtin, module_of
@@ -59,10 +60,14 @@ _UNKNOWN = re.compile(
     r"unrecognized arguments: --(?P<option>[\w.]+)|invalid choice: '(?P<command>[^']+)'"
     r"|(?:Group '(?P<group>[^']+)' does not accept )?[oO]ption '(?P<key>[^']+)'(?! is not accepted before)"
     r"|Expected a dot import path string: (?P<class>\S+)"
+    r"|module '(?P<module>[\w.]+)' has no attribute '(?P<attribute>\w+)'"
 )
 _MISSING_FILE = re.compile(r"File does not exist: '?([^'\n]+)'?")
 _KEY = re.compile(r'Parser key "([^"]*)"')
 _CLASS_PATH = re.compile(r"class_path '([^']*)'")
+# An option of an optimizer or scheduler whose class is not chosen.
+_NO_CLASS = re.compile(r"class_path 'torch\.optim\.(?:Optimizer|lr_scheduler\.LRScheduler)'")
+_NO_ACTION = re.compile(r'No action for key "([^"]+)"')
 _LIGHTNING = re.compile(r"class_path '(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)'")
 
 # Where a class passes its **kwargs: (module, name there, arguments that the class sets itself).
@@ -146,9 +151,12 @@ class LightningArgumentParser(ArgumentParser):
 
         """
         given: Any = lightning_class
+        kinds = (Trainer, LightningModule, LightningDataModule, Callback)
+        if isinstance(given, kinds):
+            fix = f"give the class {type(given).__name__}, not an object of it."
+            raise MisconfigurationException(f"{nested_key} of the command line:", fix=fix)
         if callable(given) and not isinstance(given, type):
             given = class_from_function(given)
-        kinds = (Trainer, LightningModule, LightningDataModule, Callback)
         if not (isinstance(given, type) and issubclass(given, kinds)):
             raise MisconfigurationException(
                 f"add_lightning_class_args({lightning_class!r}, {nested_key!r}):",
@@ -233,6 +241,27 @@ class LightningArgumentParser(ArgumentParser):
                 kind, nested_key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True
             )
 
+    def set_defaults(self, *args: Any, **kwargs: Any) -> None:
+        """Set defaults; see jsonargparse."""
+        with self._naming_nearest("set_defaults"):
+            super().set_defaults(*args, **kwargs)
+
+    def link_arguments(self, *args: Any, **kwargs: Any) -> None:
+        """Link arguments; see jsonargparse."""
+        with self._naming_nearest("link_arguments"):
+            super().link_arguments(*args, **kwargs)
+
+    @contextmanager
+    def _naming_nearest(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, ValueError) as error:
+            if (unknown := _NO_ACTION.search(str(error))) is None:
+                raise
+            keys = [name.removeprefix("--") for name in self._option_string_actions]
+            fix = did_you_mean(unknown[1], keys).strip() or f"Use one of the options that {self.prog} --help lists."
+            raise MisconfigurationException(f"{method}: there is no option {unknown[1]!r}.", fix=fix) from None
+
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Parse a config file; see jsonargparse."""
         # Not put back at the end: an error of another file comes after the next path.
@@ -244,6 +273,7 @@ class LightningArgumentParser(ArgumentParser):
         if self._config_path is not None:
             # YAML does not know which file it reads.
             message = message.replace('"<unicode string>"', str(self._config_path))
+            message = message.replace("Unexpected config:", f"{self._config_path} has no keys, such as trainer:")
         parser = getattr(ex, "subcommand_parser", None) or self
         if not getattr(self, "_inner_parser", False):
             # The message of an inner parser, for a class named in a config, becomes part of the outer parser's message.
@@ -269,16 +299,9 @@ def _forwarded_arguments(kind: type) -> list[str]:
 
 
 def _hints(parser: ArgumentParser, message: str) -> list[str]:
-    """Return the line that names what is nearest to the unknown word in ``message``, if anything is."""
-    lines = []
+    """Return lines that say what to write instead of what ``message`` refuses: the nearest word, if anything is."""
     unknown = _UNKNOWN.search(message)
-    group, _, name = _name_in(unknown).rpartition(".") if unknown else ("", "", "")
-    if group.endswith("trainer") and (instead := instead_of_removed(name)):
-        lines.append(f"{instead} In a config or on the command line, these are options of trainer.")
-    elif unknown and (near := _nearest(parser, message, unknown)):
-        lines.append(f"Did you mean {near}?")
-    elif unknown and unknown["command"]:
-        lines.append("The subcommand comes before the options, as in: fit --trainer.max_epochs 3")
+    lines = _hints_for(parser, message, unknown) if unknown else []
     if missing := _MISSING_FILE.search(message):
         path = Path(missing[1])
         files = (str(each) for each in path.parent.glob("*") if each.is_file()) if path.parent.is_dir() else ()
@@ -288,8 +311,23 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
     return lines
 
 
+def _hints_for(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> list[str]:
+    group, _, name = _name_in(unknown).rpartition(".")
+    if group.endswith("trainer") and (instead := instead_of_removed(name)):
+        return [f"{instead} In a config or on the command line, these are options of trainer."]
+    if near := _nearest(parser, message, unknown):
+        own = [option for option in parser._option_string_actions if group and option.startswith(f"--{group}.")]
+        others = [f"Options of {group}: {', '.join(own)}."] if near not in own and 0 < len(own) < 20 else []
+        return [*others, f"Did you mean {near}?"]
+    if _NO_CLASS.search(message):
+        return [f"Choose a class first, as in --{_KEY.findall(message)[-1]}=Name."]
+    if unknown["command"]:
+        return ["The subcommand comes before the options, as in: fit --trainer.max_epochs 3"]
+    return []
+
+
 def _name_in(unknown: re.Match[str]) -> str:
-    return unknown["option"] or ".".join(filter(None, (unknown["group"], unknown["key"])))
+    return unknown["option"] or unknown["attribute"] or ".".join(filter(None, (unknown["group"], unknown["key"])))
 
 
 def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> str | None:
@@ -300,12 +338,15 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     if unknown["class"]:
         option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
         return nearest(unknown["class"], _subclass_names(classes_in(getattr(option, "_typehint", None))))
+    if unknown["module"]:
+        return nearest(unknown["attribute"], dir(sys.modules.get(unknown["module"])))
     group, _, leaf = _name_in(unknown).rpartition(".")
     named = _CLASS_PATH.findall(message)
     if named and not group:  # An argument of the class.
         return nearest(leaf, _argument_names(named[-1]))
     options = [name for one in (parser, *subcommands.values()) for name in one._option_string_actions]
-    found = nearest(leaf, [name.removeprefix("--").rpartition(".")[2] for name in options])
+    leaves = [name.removeprefix("--").rpartition(".")[2] for name in options]
+    found = nearest("seed_everything" if leaf == "seed" and leaf not in leaves else leaf, leaves)
     same = [name for name in options if name.removeprefix("--").rpartition(".")[2] == found]
     return min(same, key=lambda name: not name.startswith(f"--{group}."), default=None)
 
