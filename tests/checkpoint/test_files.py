@@ -339,10 +339,24 @@ def test_what_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with refused(CheckpointDamaged, says=str(path)):
             files.load(path)
+    for length in (128, 160):
+        path.write_bytes(length.to_bytes(8, "little") + b'{"weight":{}}'.ljust(length))
+        with refused(CheckpointDamaged, fix=f"model.load_state_dict(safetensors.torch.load_file({str(path)!r}))"):
+            files.load(path)
+    for content, fix in ((b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b"\n<html>", "page")):
+        path.write_bytes(content)
+        with refused(CheckpointDamaged, says=str(path), fix=fix):
+            files.load(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme", "hello")
     with refused(CheckpointDamaged, says=f"{path}"):
         files.load(path)
+
+
+def test_a_device_that_torch_does_not_know_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    files.save({"weight": torch.ones(2)}, tmp_path / "a.ckpt")
+    with refused(ValueError, "map_location", fix="'cuda'", says="map_location='gpu'"):
+        files.load(tmp_path / "a.ckpt", map_location="gpu")
 
 
 def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:

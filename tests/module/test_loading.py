@@ -149,7 +149,7 @@ def test_missing_and_unexpected_keys_are_named(saved: tuple[Net, Path]) -> None:
         Larger.load_from_checkpoint(path)
     assert "missing (2): aa.weight, aa.bias" in str(caught.value)
     assert "looks like" not in str(caught.value)
-    words = r"missing \(2\): b.weight, b.bias\nPass strict=False \(or set strict_loading = False\)"
+    words = r"missing \(2\): b.weight, b.bias\nPass strict=False .* and fit without ckpt_path"
     with pytest.raises(RuntimeError, match=words):
         Net.load_from_checkpoint(path, extra=True)
 
@@ -195,6 +195,14 @@ def test_arguments_that_are_not_stored_are_named(tmp_path: Path) -> None:
     assert "the checkpoint does not hold ['depth', 'name'] of __init__" in str(caught.value)
     assert "load_from_checkpoint(path, depth=..., name=...)" in str(caught.value)
     assert Needs.load_from_checkpoint(path, depth=4, name="m", more=5).given == (4, "m", {"more": 5})
+
+
+def test_what_is_no_path_is_named(saved: tuple[Net, Path]) -> None:
+    for given in (None, ["a.ckpt"], 3):
+        with refused(TypeError, "checkpoint_path", says=repr(given)):
+            Net.load_from_checkpoint(given)  # type: ignore[arg-type]
+    with refused(TypeError, "hparams_file", fix="by name"):
+        Net.load_from_checkpoint(saved[1], "cpu", 3)  # type: ignore[arg-type]
 
 
 def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> None:

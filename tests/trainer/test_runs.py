@@ -314,6 +314,18 @@ def test_every_form_of_ckpt_path(tmp_path: Path, caplog: Any) -> None:
         trainer.test(model, loader(8), ckpt_path=tmp_path / "weights.ckpt")
 
 
+def test_a_checkpoint_that_was_never_saved_is_not_evaluated() -> None:
+    saves = ModelCheckpoint(monitor="val_loss")
+    trainer = quiet(callbacks=[saves], enable_checkpointing=True, fast_dev_run=True)
+    model = Classifier()
+    trainer.fit(model, loader(), loader(8))
+    with refused(ValueError, "ckpt_path", says="fast_dev_run"):
+        trainer.test(model, loader(8), ckpt_path="best")
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        with refused(FileNotFoundError, "ckpt_path", fix="leave ckpt_path out"):
+            evaluate(model, loader(8), ckpt_path="last")
+
+
 def test_weights_alone_are_enough_to_test_but_not_to_resume(tmp_path: Path) -> None:
     model, trainer = Classifier(), quiet()
     trainer.fit(model, loader(8))

@@ -400,7 +400,10 @@ def _instead(missing: list[str], unexpected: list[str], state: Mapping[str, Any]
         return f"{renamed[0]!r} looks like {renamed[1]!r}: was a layer renamed?"
     if not set(state) & set(present):
         return "They have no name in common: use the class that the file was trained with."
-    return "Pass strict=False (or set strict_loading = False) to load what fits."
+    return (
+        "Pass strict=False to load what fits. Trainer.fit(ckpt_path=...) needs all of it: call "
+        "load_from_checkpoint(path, strict=False), and fit without ckpt_path."
+    )
 
 
 def _renamed(
@@ -413,6 +416,12 @@ def _renamed(
         if near is not None:
             return name, near
     return None
+
+
+WEIGHTS_ALONE = (
+    "or load the weights alone: Model.load_from_checkpoint(path), and fit without ckpt_path; with Fabric, "
+    "fabric.load(path, {'model': model})."
+)
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -433,7 +442,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         raise make_error(
             ValueError,
             f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}.",
-            fix="Resume with the same parameter groups.",
+            fix=f"Resume with the same parameter groups, {WEIGHTS_ALONE}",
         ) from error
     except KeyError as error:
         # Some optimizers of torch look for their own values in the state of another kind.
@@ -447,10 +456,7 @@ def _other_kind(optimizer: Any, key: str) -> ValueError:
     return make_error(
         ValueError,
         f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}.",
-        fix=(
-            "Resume with the kind of optimizer the run was started with, or load the weights alone: "
-            "Model.load_from_checkpoint(path)."
-        ),
+        fix=f"Resume with the kind of optimizer the run was started with, {WEIGHTS_ALONE}",
     )
 
 

@@ -280,6 +280,13 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
         except pickle.UnpicklingError as error:
             return _read_by_name(file, path, map_location, error)
         except Exception as error:
+            if "restore data location" in str(error):
+                raise make_error(
+                    ValueError,
+                    f"{path}: map_location={map_location!r} is no device of torch: {first_line(error)}.",
+                    fix="Use map_location='cpu' or 'cuda'.",
+                    argument="map_location",
+                ) from error
             if (
                 not weights_only
                 or isinstance(error, torch.OutOfMemoryError)
@@ -954,10 +961,10 @@ def _check_all_but_large_records(file: IO[bytes], path: str | os.PathLike[str]) 
     file.seek(max(0, size - _LINE_BYTES - _END_BYTES))
     end, line = file.read(_END_BYTES), file.read()
     file.seek(0)
-    begin = file.read(4)
+    begin = file.read(24)
     has_line = line.startswith(_MARK)
     expects_line = end[:4] == b"PK\x05\x06" and end[-2:] == _LINE_BYTES.to_bytes(2, "little")
-    if not has_line and not expects_line and begin != b"PK\x03\x04":
+    if not has_line and not expects_line and begin[:4] != b"PK\x03\x04":
         _check_pickle(begin, path)
         return []
     large: list[_Record] = []
@@ -997,11 +1004,19 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
     """Accept the formats of older torch versions, which have no checksums."""
     if not begin:
         raise CheckpointDamaged(f"{path} is empty.")
-    if begin[:1] != b"\x80":
-        raise CheckpointDamaged(
-            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do.",
-            fix="Give one that trainer.save_checkpoint or torch.save has written, or download it again.",
-        )
+    why, fix = "", "Give one that trainer.save_checkpoint or torch.save has written, or download it again."
+    if begin[4:9] == b"\0\0\0\0{":
+        # The length of a header in JSON, which may begin as a pickle does.
+        why = "it has the weights alone, in the format of safetensors"
+        fix = f"Write model.load_state_dict(safetensors.torch.load_file({str(path)!r}))."
+    elif begin.startswith(b"version https://git-lfs"):
+        why, fix = "it is a pointer of Git LFS, in place of the file", "Write git lfs pull in its folder."
+    elif begin.lstrip().startswith(b"<"):
+        why, fix = "it is a web page", "Download the file itself, not the page that shows it or an error."
+    elif begin[:1] != b"\x80":
+        why = f"it begins with {begin[:4]!r}, not as files of torch.save do"
+    if why:
+        raise CheckpointDamaged(f"{path} is not a checkpoint: {why}.", fix=fix)
 
 
 def _checksums(file: IO[bytes], size: int) -> tuple[bytes, list[_Record]]:

@@ -21,6 +21,7 @@ from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.files import not_found, present
+from hasten.elsewhere import conventions
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -380,10 +381,7 @@ def _check_number(what: str, stored: list[Any], present: list[Any], source: str)
         raise make_error(
             ValueError,
             f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}.",
-            fix=(
-                "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
-                "Model.load_from_checkpoint(path)."
-            ),
+            fix=f"Resume with the configure_optimizers() the run was started with, {contents.WEIGHTS_ALONE}",
         )
 
 
@@ -407,6 +405,14 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
     if text == "last":
         last = find_last(trainer)
         if last is None:
+            if not (fits or conventions.current().mistakes_are_warnings):
+                # A fit is often started with "last" from the first time on; scores of no checkpoint mislead.
+                raise make_error(
+                    FileNotFoundError,
+                    'ckpt_path="last": the callbacks of this Trainer have saved none.',
+                    fix="Pass the path of a checkpoint, or leave ckpt_path out to use the weights of the model.",
+                    argument="ckpt_path",
+                )
             rank_zero_warn(
                 'ckpt_path="last": there is none yet. No checkpoint will be loaded: the run starts from the beginning.'
             )
@@ -416,14 +422,17 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
         best = getattr(callback, "best_model_path", "")
         if not best:
             why = "`ModelCheckpoint` is not configured"
-            if callback is not None:
+            fix = "Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first."
+            if trainer.fast_dev_run:
+                why, fix = "fast_dev_run saves no checkpoints", "Pass a path, or leave fast_dev_run out."
+            elif callback is not None:
                 why = (
                     f"the {type(callback).__name__} is not configured to save the best model, or has not saved one yet"
                 )
             raise make_error(
                 ValueError,
                 f'ckpt_path="best": {why}.',
-                fix="Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first.",
+                fix=fix,
                 argument="ckpt_path",
             )
         _warn_of_several(trainer, str(best))

@@ -8,7 +8,9 @@ import csv
 import functools
 import importlib
 import inspect
+import os
 import pickle
+import reprlib
 import sys
 import types
 from argparse import Namespace
@@ -471,6 +473,7 @@ def construct(
         TypeError: ``cls.__init__`` needs arguments that are neither stored nor given.
 
     """
+    _check_paths(cls.__name__, checkpoint_path, hparams_file)
     load: Any = files.load_open if hasattr(checkpoint_path, "read") else files.load
     path, owner = str(checkpoint_path), cast("Any", cls)
     with files.hyper_parameters_left_out():
@@ -513,6 +516,18 @@ def construct(
     elif (state := checkpoint.get(cls.__qualname__)) is not None:
         cast("Any", made).load_state_dict(state)
     return cast("T", made)
+
+
+def _check_paths(owner: str, checkpoint_path: PathLike | IO[bytes], hparams_file: PathLike | None) -> None:
+    for name, path in (("checkpoint_path", checkpoint_path), ("hparams_file", hparams_file or "")):
+        if not isinstance(path, (str, os.PathLike)) and not hasattr(path, "read"):
+            raise make_error(
+                TypeError,
+                f"{owner}.load_from_checkpoint({name}={reprlib.repr(path)}): it must be a path, not "
+                f"{type(path).__name__}.",
+                fix="Pass hyper-parameters by name." if name == "hparams_file" else "",
+                argument=name,
+            )
 
 
 @contextmanager
