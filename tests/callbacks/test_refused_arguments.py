@@ -117,6 +117,7 @@ OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (cb.ModelCheckpoint, {"save_top_k": 2}, ValueError, "monitor=None"),
     (cb.ModelCheckpoint, {"filename": "../{epoch}"}, ValueError, "leaves the folder"),
     (cb.ModelCheckpoint, {"filename": "/tmp/{epoch}"}, ValueError, "leaves the folder"),
+    (cb.ModelCheckpoint, {"filename": "{epoch:02d-{val_loss:.2f}"}, ValueError, "a brace is missing"),
     (cb.ModelCheckpoint, {"filename": "{epoch:zz}"}, ValueError, "not a format of a number"),
     (cb.ModelCheckpoint, {"filename": "{}"}, ValueError, "without a name"),
     (cb.ModelCheckpoint, {"every_n_epochs": 1.5}, TypeError, "every_n_epochs=1.5"),

@@ -57,6 +57,9 @@ def check_template(owner: str, template: str) -> None:
         elif not any(_fits(value, spec) for value in (1, 0.5)):
             allowed = f"a format of a number with at most {_WIDEST} digits"
             problem, fix = f": {spec!r} is not {allowed}.", f"Write for instance {{{name}:.2f}}."
+    rest = re.sub(r"\{\{|\}\}", "", _FIELD.sub("", template))
+    if rest.count("{") != rest.count("}"):
+        problem, fix = ": a brace is missing.", "Write {epoch:02d}-{val_loss:.2f}."
     if not problem and not _is_name(_FIELD.sub(lambda field: f"{field.group(1)}=0.25", template)):
         problem, fix = ": file systems do not take such a name.", "Use a shorter one, of characters that UTF-8 has."
     if problem:
