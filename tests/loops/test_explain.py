@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hasten._lib.explain import remedy_for
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
 
@@ -59,6 +60,21 @@ def test_an_error_of_the_step_has_a_note_that_mends_it(step: Any, said: list[str
         quiet().fit(with_step(step), loader())
     for text in said:
         assert text in notes(caught.value)
+
+
+def test_training_in_inference_mode_is_explained() -> None:
+    with torch.inference_mode():
+        made_inside = Classifier()
+    with refused(ValueError, fix="outside", says="Classifier was made in torch.inference_mode()"):
+        quiet().fit(made_inside, loader())
+    model = Classifier()
+    with torch.inference_mode(), pytest.raises(RuntimeError) as caught:
+        quiet().fit(model, loader())
+    assert "torch.inference_mode(): call it outside" in notes(caught.value)
+
+
+def test_a_worker_that_ends_may_have_read_ahead() -> None:
+    assert "num_workers=0" in remedy_for("DataLoader worker (pid(s) 26230) exited unexpectedly")
 
 
 class OneCycle(Classifier):

@@ -260,6 +260,8 @@ def _of_whole_numbers(_: re.Match[str], place: _Place) -> str:
 
 
 def _of_inputs(_: re.Match[str], place: _Place) -> str:
+    if (weighed := place.local("input", "target", "weight")) and weighed[2].dtype != weighed[0].dtype:
+        return f"Use weight.to(scores.dtype): weight= of the loss is {_dtype(weighed[2])}."
     inputs = place.tensors()
     weight = next(place.layer.parameters(), None) if place.layer is not None else None
     if inputs and weight is not None and weight.dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -348,6 +350,11 @@ def _no_tensor(found: re.Match[str], place: _Place) -> str:
             return "These labels are text. Give each name a number in the dataset, for instance names.index(label)."
         if place.batch is not _NO_BATCH and any(value is place.batch for value in place.inputs):
             return f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch."
+        if argument == "target":
+            return (
+                f"Return the labels of a sample as one tensor from the dataset, torch.tensor(labels); or unpack the "
+                f"{kind} here, and give each part a loss of its own."
+            )
         return f"Give it one tensor: unpack the {kind}, or take its first part."
     if kind == "NoneType":
         return "What it was given is None: a function before it has no return."
@@ -534,6 +541,8 @@ def _of_graph(_: re.Match[str], __: _Place) -> str:
             "Evaluation computes no gradients. Write `with torch.enable_grad():` around what needs them, and "
             "Trainer(inference_mode=False)."
         )
+    if torch.is_inference_mode_enabled():
+        return "The program calls fit in torch.inference_mode(): call it outside."
     return (
         "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
         "torch.no_grad(), torch.tensor(loss), .argmax() or ==, or every parameter is frozen."
@@ -680,6 +689,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", _ANY, _view),
     (r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)", _ANY,
      lambda m, _: f"Keep the batch dimension, {m[1]} scores for {m[2]} labels: x.flatten(1), not x.flatten()."),
+    (r"Expected target size \[1, ", _ANY,
+     "The batch has one sample. If the loader has sampler=BatchSampler(...), pass it as batch_sampler=; if not, give "
+     "classes in dimension 1 to cross_entropy: scores.transpose(1, 2)."),
     (r"Expected target size \[", _ANY,
      "cross_entropy takes classes in dimension 1. Use scores.transpose(1, 2), or scores.flatten(0, 1) and "
      "labels.flatten()."),
@@ -735,6 +747,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"'method' object is not iterable", (TypeError,), "Call the method: self.parameters(), with brackets."),
     (r"not supported between instances of '(?:str' and '(?:float|int)|(?:float|int)' and 'str)'", (TypeError,),
      "One of the two is text. Write a number: lr=1e-3, not lr='1e-3'; in YAML 1.0e-3."),
+    (r"unsupported ScalarType BFloat16", (TypeError,), "Write .float() before .numpy(), which has no bfloat16."),
     # Gradients.
     (r"does not require grad|requires_grad=True on inference tensor", _ANY, _of_graph),
     (r"optimizer got an empty parameter list", (ValueError,), _no_parameters),
@@ -774,6 +787,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "DataLoader(..., collate_fn=...) that pads them, for instance torch.nn.utils.rnn.pad_sequence"),
     (r"default_collate: batch must contain .* found <class '([\w.]+)'>", (TypeError,),
      lambda m, _: f"Return tensors, numbers, dicts or tuples from __getitem__, not {m[1]}, or pass a collate_fn."),
+    (r"DataLoader worker .*(?:exited unexpectedly|is killed)", (RuntimeError,),
+     "Workers read ahead, so it may be a sample of a later batch. num_workers=0 shows its error; if there is none, "
+     "memory ran out: use fewer workers, or smaller batches."),
     (r"start_method=", (TypeError,), ""),
     (r"[Cc]an't (?:pickle|get local object).*(?:lambda|<locals>)|attribute lookup .*<lambda>", _ANY,
      "Define it by def at the top of a file, not as a lambda or inside a function: worker processes get the dataset, "

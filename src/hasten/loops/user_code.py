@@ -607,6 +607,15 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
         )
 
 
+def _version_of(parameter: nn.Parameter, module: LightningModule) -> int:
+    if parameter.is_inference():
+        raise MisconfigurationException(
+            f"{type(module).__name__} was made in torch.inference_mode(): its parameters cannot be trained.",
+            fix="Make it outside, and call fit outside.",
+        )
+    return parameter._version
+
+
 def _warn_of_new_parameters(module: nn.Module, known: Mapping[int, Any], trained: Mapping[int, Any]) -> None:
     """Warn of layers that have taken the place of trained ones since the optimizers were made."""
     if any(map(is_sharded, trained.values())):
@@ -669,7 +678,7 @@ class FirstEpoch:
         trained = {id(parameter): parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
         known, self._known = self._known, {}
         self._steps = run.progress.global_step
-        self._versions = [(parameter, parameter._version) for parameter in trained.values()]
+        self._versions = [(parameter, _version_of(parameter, module)) for parameter in trained.values()]
         found: list[str] = []
         own: set[int] = set()
         for name, part in module.named_modules():
