@@ -178,6 +178,21 @@ def test_the_file_a_run_starts_from_is_known_by_any_name(
     assert names("folder") == ["step=12.ckpt"]
 
 
+def test_a_state_that_no_run_can_resume_from_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    class Lost(Scripted):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            super().state_dict(*args, **kwargs)
+
+    class Number(L.Callback):
+        def state_dict(self) -> Any:
+            return 5
+
+    with refused(TypeError, fix="super().state_dict()", says="Lost.state_dict() returned None"):
+        run(Lost(), ModelCheckpoint(tmp_path))
+    with refused(TypeError, fix="Return a dict", says="Number.state_dict() returned 5"):
+        run(Scripted(), ModelCheckpoint(tmp_path), Number())
+
+
 def test_a_failed_save_leaves_the_files_and_the_ranking_as_they_were(tmp_path: Path) -> None:
     class FullDisk(L.Trainer):
         def save_checkpoint(self, filepath: Any, *arguments: Any, **named: Any) -> None:

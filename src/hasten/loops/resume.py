@@ -70,7 +70,9 @@ class RunState:
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
             own = run.runtime.own_states.get("lightning_module_state_dict")
-            weights = run.runtime.strategy.state.state_dict(run.module) if own is None else own()
+            weights = (
+                _dict_of(run, run.module, run.runtime.strategy.state.state_dict(run.module)) if own is None else own()
+            )
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
                 weights = map_tensors(Tensor.clone, weights)
@@ -83,7 +85,7 @@ class RunState:
                 "loops": {"fit": run.progress.state_dict()},
             }
             if not weights_only:
-                states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
+                states = {each.state_key: _dict_of(run, each, each.state_dict() or {}) for each in self._callbacks}
                 states = run.runtime.strategy.sharding.states_to_checkpoint(states)
                 checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
                 checkpoint |= self._collect_training()
@@ -309,6 +311,14 @@ class RunState:
                 f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
                 fix="Add them to Trainer(callbacks=[...]) to continue as before.",
             )
+
+
+def _dict_of(run: Run, owner: object, state: Any) -> Any:
+    """Refuse a state from which no run could resume."""
+    if isinstance(state, Mapping) or run.conventions.mistakes_are_warnings:
+        return state
+    what = f"{type(owner).__name__}.state_dict() returned {reprlib.repr(state)}, which no run can resume from."
+    raise make_error(TypeError, what, fix="Return a dict: that of super().state_dict(), or names and values.")
 
 
 @contextmanager
