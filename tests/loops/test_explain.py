@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -89,6 +90,26 @@ def test_scheduler_made_for_fewer_steps() -> None:
         quiet(max_epochs=2).fit(OneCycle(), loader())
     assert "total_steps=self.trainer.estimated_stepping_batches" in notes(caught.value)
     assert "2 epochs of 10 batches" in notes(caught.value)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_arguments_of_optimizers_that_a_checkpoint_overrides_are_named(tmp_path: Any, scheduled: bool) -> None:
+    class Net(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)] * scheduled
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1
+
+    trainer = quiet()
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(max_epochs=2).fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    with warned(UserWarning, says=("lr=0.5", "lr=0.1", "a.ckpt"), fix="param_groups"):
+        quiet(max_epochs=2).fit(Net(lr=0.5), loader(), ckpt_path=tmp_path / "a.ckpt")
 
 
 class WithAdam(Classifier):

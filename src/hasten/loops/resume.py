@@ -148,6 +148,7 @@ class RunState:
             gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
         entries: dict[str, Any] = {
             "gradients": gradients,
+            "optimizer_arguments": [contents.made_with(one) for one in run.optimizers],
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         if (buckets := runtime.strategy.state.gradient_buckets) is not None:
@@ -183,6 +184,8 @@ class RunState:
         if entries.get("history") is not None:
             run.observers.history.load_state_dict(entries["history"])
         if entries:
+            if not run.conventions.warns_of_settings:
+                contents.warn_of_arguments(run.optimizers, entries.get("optimizer_arguments", ()), source)
             if entries["gradients"] is not None:
                 runtime.strategy.state.restore_gradients(run.module, run.optimizers, entries["gradients"])
             state = contents.state_of(entries["ranks"], rank, self._share())
