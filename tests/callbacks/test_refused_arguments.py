@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from hasten import callbacks as cb
+from tests.refusals import warned
 
 NAN = float("nan")
 
@@ -165,3 +166,8 @@ def test_limits_are_allowed() -> None:
     for amount in (1, 1.0):
         assert cb.ModelPruning("l1_unstructured", amount=amount).amount == amount
     cb.SpikeDetection(atol=0, rtol=0)
+
+
+def test_the_name_of_a_file_as_the_folder_is_said() -> None:
+    with warned(UserWarning, fix="ModelCheckpoint(filename='best')", says="dirpath='runs/best.ckpt'"):
+        cb.ModelCheckpoint("runs/best.ckpt")

@@ -23,6 +23,7 @@ from hasten.checkpoint.background import writer_of
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.checkpoint.places import NO_COPIES
 from hasten.checkpoint.stored import CONTENTS_FILE, is_checkpoint_folder
+from hasten.elsewhere import conventions
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
 if TYPE_CHECKING:
@@ -168,6 +169,9 @@ def resolve(dirpath: str | os.PathLike[str] | None) -> str | None:
     path = os.fspath(dirpath or "")
     if not path:
         return None
+    if path.endswith(".ckpt") and not conventions.current().mistakes_are_warnings:
+        given = f"ModelCheckpoint(dirpath={path!r}): dirpath, the first argument, is the folder of the files."
+        rank_zero_warn(given, fix=f"Write ModelCheckpoint(filename={os.path.basename(path)[:-5]!r}).")
     return path if is_url(path) else os.path.realpath(os.path.expanduser(local(path)))
 
 
