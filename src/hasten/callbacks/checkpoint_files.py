@@ -169,10 +169,15 @@ def resolve(dirpath: str | os.PathLike[str] | None) -> str | None:
     path = os.fspath(dirpath or "")
     if not path:
         return None
+    return path if is_url(path) else os.path.realpath(os.path.expanduser(local(path)))
+
+
+def warn_of_file(dirpath: str | os.PathLike[str] | None) -> None:
+    """Say that ``dirpath`` is a folder where it has the name of a file."""
+    path = os.fspath(dirpath or "")
     if path.endswith(".ckpt") and not conventions.current().mistakes_are_warnings:
         given = f"ModelCheckpoint(dirpath={path!r}): dirpath, the first argument, is the folder of the files."
         rank_zero_warn(given, fix=f"Write ModelCheckpoint(filename={os.path.basename(path)[:-5]!r}).")
-    return path if is_url(path) else os.path.realpath(os.path.expanduser(local(path)))
 
 
 def default_folder(trainer: Trainer) -> str:

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.errors import ErrorWithFix, make_error
 from hasten._lib.names import nearest
-from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.torch_private import with_versions
 from hasten._lib.tree import as_bytes, move_to, parameters_of
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
@@ -452,30 +451,6 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     missing = [key for group in optimizer.param_groups for key in defaults if key not in group]
     if missing:
         raise _other_kind(optimizer, missing[0])
-
-
-# How a step is computed, which differs between machines.
-_COMPUTING = ("capturable", "differentiable", "foreach", "fused")
-
-
-def made_with(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers and words an optimizer was made with, whatever schedules have changed since."""
-    made = getattr(optimizer, "defaults", {}).items()
-    return {key: value for key, value in made if isinstance(value, (bool, int, float, str)) and key not in _COMPUTING}
-
-
-def warn_of_arguments(optimizers: Iterable[Optimizer], saved: Iterable[Mapping[str, Any]], source: str) -> None:
-    """Say which arguments of configure_optimizers are others than those the checkpoint continues with."""
-    for optimizer, before in zip(optimizers, saved, strict=False):
-        now = made_with(optimizer)
-        if changed := [key for key in now if before.get(key, now[key]) != now[key]]:
-            kept, given = (", ".join(f"{key}={each[key]!r}" for key in changed) for each in (before, now))
-            rank_zero_warn(
-                f"{type(optimizer).__name__}: configure_optimizers gives {given}, and the run in {source} goes on with "
-                f"its own {kept}.",
-                fix="To use the new ones, set them in optimizer.param_groups in on_train_start, or load the weights "
-                "alone.",
-            )
 
 
 def _other_kind(optimizer: Any, key: str) -> ValueError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
@@ -148,7 +149,7 @@ class RunState:
             gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
         entries: dict[str, Any] = {
             "gradients": gradients,
-            "optimizer_arguments": [contents.made_with(one) for one in run.optimizers],
+            "optimizer_arguments": [_made_with(one) for one in run.optimizers],
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         if (buckets := runtime.strategy.state.gradient_buckets) is not None:
@@ -185,7 +186,7 @@ class RunState:
             run.observers.history.load_state_dict(entries["history"])
         if entries:
             if not run.conventions.warns_of_settings:
-                contents.warn_of_arguments(run.optimizers, entries.get("optimizer_arguments", ()), source)
+                _warn_of_arguments(run.optimizers, entries.get("optimizer_arguments", ()), source)
             if entries["gradients"] is not None:
                 runtime.strategy.state.restore_gradients(run.module, run.optimizers, entries["gradients"])
             state = contents.state_of(entries["ranks"], rank, self._share())
@@ -396,6 +397,30 @@ def _check_number(what: str, stored: list[Any], present: list[Any], source: str)
             f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}.",
             fix=f"Resume with the configure_optimizers() the run was started with, {contents.WEIGHTS_ALONE}",
         )
+
+
+# How a step is computed, which differs between machines.
+_COMPUTING = ("capturable", "differentiable", "foreach", "fused")
+
+
+def _made_with(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the numbers and words an optimizer was made with, whatever schedules have changed since."""
+    made = getattr(optimizer, "defaults", {}).items()
+    return {key: value for key, value in made if isinstance(value, (bool, int, float, str)) and key not in _COMPUTING}
+
+
+def _warn_of_arguments(optimizers: Iterable[Optimizer], saved: Iterable[Mapping[str, Any]], source: str) -> None:
+    """Say which arguments of configure_optimizers are others than those the checkpoint continues with."""
+    for optimizer, before in zip(optimizers, saved, strict=False):
+        now = _made_with(optimizer)
+        if changed := [key for key in now if before.get(key, now[key]) != now[key]]:
+            kept, given = (", ".join(f"{key}={each[key]!r}" for key in changed) for each in (before, now))
+            rank_zero_warn(
+                f"{type(optimizer).__name__}: configure_optimizers gives {given}, and the run in {source} goes on with "
+                f"its own {kept}.",
+                fix="To use the new ones, set them in optimizer.param_groups in on_train_start, or load the weights "
+                "alone.",
+            )
 
 
 # -- from which checkpoint a call starts
