@@ -235,6 +235,9 @@ class LoggedValues:
         meant = self._meaning(row, options, where)
         logged = context.values.get(name)
         if logged is None:
+            if not any(context.by_loader.values()):
+                # In the order of the first values: of one name that two hooks log, the later value counts.
+                self._contexts[row.name] = self._contexts.pop(row.name, context)
             logged = context.values[name] = LoggedValue(name, self, row)
         elif logged.options is not None:
             before = self._meaning(row, logged.options, where)
@@ -695,7 +698,7 @@ class LoggedValues:
                 for name in (logged.base_name, logged.step_name):
                     if self._is_shown("callback", name, logged.step_value()):
                         metrics[name] = value
-        for logged, value in self._values_of_hook() if self.context.values else ():
+        for logged, value in self._values_of_hooks():
             metrics[logged.base_name] = metrics[logged.epoch_name] = value
         return ShownValues(metrics, self.callback_values)
 
@@ -707,30 +710,31 @@ class LoggedValues:
             for logged, value in self._current_step_values()
             if logged.logger and self._is_shown("logged", logged.step_name, logged.step_value())
         }
-        of_hook = self._values_of_hook() if self.context.values else ()
-        metrics |= {logged.epoch_name: value for logged, value in of_hook if logged.logger}
+        for logged, value in self._current_step_values("validate", "test"):
+            metrics |= {logged.step_name: value} if logged.logger else {}
+        metrics |= {logged.epoch_name: value for logged, value in self._values_of_hooks() if logged.logger}
         return ShownValues(metrics, self.logger_values)
 
     def bar_metrics(self) -> dict[str, float]:
         """Return the values for the progress bar that have arrived on the host."""
         return ShownValues(self.bar_values, self.bar_values)
 
-    def _current_step_values(self) -> Iterator[tuple[LoggedValue, Tensor]]:
-        """Yield the training values of the epoch that is not closed yet."""
-        for logged in self.of_stage("train"):
+    def _current_step_values(self, *stages: str) -> Iterator[tuple[LoggedValue, Tensor]]:
+        """Yield the values of steps in the epochs that are not closed yet, of training or these stages."""
+        for logged in (each for stage in stages or ("train",) for each in self.of_stage(stage, current_loader=True)):
             value = logged.step_value() if logged.on_step and logged.weight is not None else None
             if value is not None:
-                yield logged, value if isinstance(value, Tensor) else _as_metric(value)
+                yield logged, _as_metric(value)
 
-    def _values_of_hook(self) -> list[tuple[LoggedValue, Tensor]]:
-        """Return the epoch values that the running hook has logged on this process; none while a step runs."""
-        when, found = self.context.row.log, list[tuple[LoggedValue, Tensor]]()
-        for logged in () if when is None or when.step_allowed else self.context.values.values():
-            if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
-                total, weight, reduce = logged.epoch_value()
-                value = mean(total, weight) if reduce == "mean" else total
-                found.append((logged, value if isinstance(value, Tensor) else _as_metric(value)))
-        return found
+    def _values_of_hooks(self) -> Iterator[tuple[LoggedValue, Tensor]]:
+        """Yield what hooks beside the steps have logged on this process in the epochs that are not closed yet."""
+        for context in self._contexts.values():
+            if context.row.log is None or context.row.log.step_allowed:
+                continue
+            for logged in context.values.values():
+                if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
+                    total, weight, reduce = logged.epoch_value()
+                    yield logged, _as_metric(mean(total, weight) if reduce == "mean" else total)
 
     def evaluation_metrics(self) -> set[int]:
         """Return the ids of the torchmetrics that belong to validation or test alone."""
@@ -870,7 +874,9 @@ class ShownValues(dict[str, Any]):
 def _as_metric(value: Any, *, double: bool = False) -> Tensor:
     """Return a value as a tensor; in double precision if asked, or if it is a count that single cannot hold."""
     if not isinstance(value, (int, float)):
-        given: Tensor = value  # A program has put it among the values.
+        # A program may have put anything among the values.
+        is_count = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        given: Tensor = value.float() if is_count else value.detach() if isinstance(value, Tensor) else value
         return given
     double = double or (abs(value) > 2**24 and float(value).is_integer())
     return torch.tensor(float(value), dtype=torch.float64 if double else None)

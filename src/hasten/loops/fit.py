@@ -653,7 +653,8 @@ def _manual_step(run: Run) -> Step:
             return {}
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
-        return output
+        loss = output.get("loss")
+        return {**output, "loss": loss.detach()} if isinstance(loss, Tensor) else output
 
     return train_step
 
@@ -900,7 +901,7 @@ def _skip_rest_of_epoch(epoch: EpochSettings) -> None:
     run = epoch.run
     if epoch.several_processes:
         skip_epoch(run)
-    run.progress.last_batch = True
+    run.progress.last_batch = run.window.is_last_batch = True
     run.window.weight = None
     if run.schedulers:
         schedule.step(run, stepped=False)

@@ -168,15 +168,16 @@ class RunState:
     def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
         run, runtime = self._run, self._run.runtime
         rank = runtime.global_rank
-        _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
-        _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
+        if not run.conventions.mistakes_are_warnings:
+            _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
+            _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
         if runtime.strategy.lightning_restore_optimizer:
             if defined_by_program(runtime.strategy, "load_optimizer_state_dict"):
                 runtime.strategy.load_optimizer_state_dict(checkpoint)
             else:
-                for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
+                for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=False):
                     runtime.strategy.state.load_optimizer_state(optimizer, state)
-        for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
+        for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=False):
             contents.load_scheduler(config.scheduler, state)
         _restore_precision(runtime, checkpoint)
         entries = checkpoint.get("hasten") or {}
