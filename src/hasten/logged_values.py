@@ -51,6 +51,10 @@ FIRST_BAR_SECONDS = 1.0
 Observer = Callable[[Callable[..., Any], str, Any, tuple[Any, ...], Any], None]
 
 
+# Where a value is shown: ``callback_metrics``, also the bar, and ``logged_metrics``.
+_PLACES = ("callback", "logged")
+
+
 class _Pending(NamedTuple):
     """Values on their way to the host."""
 
@@ -538,12 +542,14 @@ class LoggedValues:
         row: dict[str, float] = {}
         self.callback_values.update(latest)
         by_loader: list[dict[str, float]] = [{} for _ in range(max((index for index, _ in entries), default=0) + 1)]
+        shown: set[str] = set()
         for (loader_idx, logged), value in zip(entries, values, strict=True):
-            name, value = logged.epoch_name, logged.published(value)
+            name, base, value = logged.epoch_name, logged.base_name, logged.published(value)
             self._check_loss(logged, name, value, -1, None)
-            self.callback_values[logged.base_name] = self.callback_values[name] = value
+            self.callback_values[base] = self.callback_values[name] = value
+            shown |= {base, name}
             if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
-                self._double |= {logged.base_name, name}
+                self._double |= {base, name}
             if logged.prog_bar:
                 self.bar_values[name] = value
             if logged.logger:
@@ -554,28 +560,29 @@ class LoggedValues:
         if stage == "train":
             self.epoch_values |= row
         else:
-            shown = {name for _, logged in entries for name in (logged.base_name, logged.epoch_name)}
-            steps = {logged.step_name for logged in self.of_stage(stage) if logged.on_step and logged.logger}
-            self._outdate({("callback", name) for name in shown} | {("logged", name) for name in (*row, *steps)})
+            self._outdate(stage, shown, set(row))
         if self._several_loaders:
             # The epoch's last hooks may compute the value over all dataloaders.
             _give_back(self.of_stage(stage))
         return by_loader, row
 
-    def _outdate(self, names: Iterable[tuple[str, str]]) -> None:
-        """Show what was just published under these names, not the values of training steps before it."""
-        outdated = set(names)
-        for logged in self.of_stage("train") if outdated else ():
+    def _outdate(self, stage: str, callback: set[str], loggers: set[str]) -> None:
+        """Show what ``stage`` has just published under these names, not the values of training steps before it."""
+        if self.logs_evaluation_steps:
+            loggers |= {each.step_name for each in self.of_stage(stage) if each.on_step and each.logger}
+        for logged in self.of_stage("train") if callback or loggers else ():
             if not logged.on_step or logged.value is None:
                 continue
-            known = any(each is logged.value for each in self._outdated.values())
-            if isinstance(logged.value, (int, float)) and not known:
-                # A new object, to be told apart from an equal value of the next step.
-                logged.value = logged.value * 1.0
-            for place in ("callback", "logged"):
-                for name in {logged.base_name, logged.step_name}:
-                    if (place, name) in outdated:
+            for name in (logged.base_name, logged.step_name):
+                for place, names in zip(_PLACES, (callback, loggers), strict=True):
+                    if name in names:
+                        self._make_unique(logged)
                         self._outdated[place, name] = logged.step_value()
+
+    def _make_unique(self, logged: LoggedValue) -> None:
+        """Make a number a new object, to be told apart from an equal one of the next step."""
+        if isinstance(logged.value, (int, float)) and all(each is not logged.value for each in self._outdated.values()):
+            logged.value = logged.value * 1.0
 
     def _is_shown(self, place: str, name: str, value: object) -> bool:
         """Return whether the value of a training step is the latest of its name."""
@@ -611,21 +618,28 @@ class LoggedValues:
             return {}
         step_values = [v for v in self.of_stage(stage) if v.on_step and v.step_value() is not None]
         latest = self.shared.of_step([logged.step_value() for logged in step_values], step_values, f"{stage} latest")
-        values: dict[str, float] = {}
+        values, row, bar, current = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, Any]()
         for logged, value in zip(step_values, send_to_host(latest).values(), strict=True):
-            current = logged.step_value()
-            is_shown = self._is_shown("callback", logged.step_name, current)
-            if logged.prog_bar and is_shown:
-                self.bar_values[logged.step_name] = value
-            if logged.logger and self._is_shown("logged", logged.step_name, current):
-                self.logger_values[logged.step_name] = value
+            name, base = logged.step_name, logged.base_name
+            current[name] = current[base] = logged.step_value()
+            values[name] = value
+            if logged.prog_bar:
+                bar[name] = value
+            if logged.logger:
+                row[name] = value
             if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
-                self._double |= {logged.base_name, logged.step_name}
-            if is_shown:
-                values[logged.step_name] = value
-            if not logged.on_epoch and self._is_shown("callback", logged.base_name, current):
-                values[logged.base_name] = value
-        return values
+                self._double |= {base, name}
+            if not logged.on_epoch:
+                values[base] = value
+        self.bar_values |= self._shown("callback", bar, current)
+        self.logger_values |= self._shown("logged", row, current)
+        return self._shown("callback", values, current)
+
+    def _shown(self, place: str, values: dict[str, float], current: Mapping[str, Any]) -> dict[str, float]:
+        """Return the values of training steps that are the latest of their names; ``current`` has them as logged."""
+        if not self._outdated:
+            return values
+        return {name: value for name, value in values.items() if self._is_shown(place, name, current[name])}
 
     # -- epochs
 
@@ -696,7 +710,7 @@ class LoggedValues:
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 for name in (logged.base_name, logged.step_name):
-                    if self._is_shown("callback", name, logged.step_value()):
+                    if not self._outdated or self._is_shown("callback", name, logged.step_value()):
                         metrics[name] = value
         for logged, value in self._values_of_hooks():
             metrics[logged.base_name] = metrics[logged.epoch_name] = value
@@ -708,7 +722,7 @@ class LoggedValues:
         metrics |= {
             logged.step_name: value
             for logged, value in self._current_step_values()
-            if logged.logger and self._is_shown("logged", logged.step_name, logged.step_value())
+            if logged.logger and (not self._outdated or self._is_shown("logged", logged.step_name, logged.step_value()))
         }
         for logged, value in self._current_step_values("validate", "test"):
             metrics |= {logged.step_name: value} if logged.logger else {}
@@ -805,7 +819,8 @@ class LoggedValues:
             logged = self.context_of(row).values[entry["name"]] = LoggedValue(entry["name"], self, row)
             metric = None if entry["metric"] is None else metric_at(entry["metric"])
             logged.load_state_dict(entry, metric, self._runtime.device)
-        self._outdate((place, name) for place, name in state.get("outdated", ()))
+        callback, loggers = ({name for place, name in state.get("outdated", ()) if place == each} for each in _PLACES)
+        self._outdate("", callback, loggers)
 
 
 def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None:

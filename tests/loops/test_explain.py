@@ -97,7 +97,7 @@ def test_arguments_of_optimizers_that_a_checkpoint_overrides_are_named(tmp_path:
     class Net(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)] * scheduled
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)] if scheduled else []
 
         def on_train_epoch_end(self) -> None:
             self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1

@@ -71,9 +71,9 @@ class RunState:
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
             own = run.runtime.own_states.get("lightning_module_state_dict")
-            weights = (
-                _dict_of(run, run.module, run.runtime.strategy.state.state_dict(run.module)) if own is None else own()
-            )
+            weights = run.runtime.strategy.state.state_dict(run.module) if own is None else own()
+            if not isinstance(weights, dict):
+                _check_is_dict(run, run.module, weights)
             if run.averages.optimizers:
                 # The module's own tensors will hold the training weights again in a moment.
                 weights = map_tensors(Tensor.clone, weights)
@@ -86,7 +86,10 @@ class RunState:
                 "loops": {"fit": run.progress.state_dict()},
             }
             if not weights_only:
-                states = {each.state_key: _dict_of(run, each, each.state_dict() or {}) for each in self._callbacks}
+                states: dict[str, Any] = {one.state_key: one.state_dict() or {} for one in self._callbacks}
+                for callback, state in zip(self._callbacks, states.values(), strict=False):
+                    if not isinstance(state, dict):
+                        _check_is_dict(run, callback, state)
                 states = run.runtime.strategy.sharding.states_to_checkpoint(states)
                 checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
                 checkpoint |= self._collect_training()
@@ -318,12 +321,11 @@ class RunState:
             )
 
 
-def _dict_of(run: Run, owner: object, state: Any) -> Any:
+def _check_is_dict(run: Run, owner: object, state: object) -> None:
     """Refuse a state from which no run could resume."""
-    if isinstance(state, Mapping) or run.conventions.mistakes_are_warnings:
-        return state
-    what = f"{type(owner).__name__}.state_dict() returned {reprlib.repr(state)}, which no run can resume from."
-    raise make_error(TypeError, what, fix="Return a dict: that of super().state_dict(), or names and values.")
+    if not (isinstance(state, Mapping) or run.conventions.mistakes_are_warnings):
+        what = f"{type(owner).__name__}.state_dict() returned {reprlib.repr(state)}, which no run can resume from."
+        raise make_error(TypeError, what, fix="Return a dict: that of super().state_dict(), or names and values.")
 
 
 @contextmanager

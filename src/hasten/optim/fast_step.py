@@ -13,6 +13,7 @@ functions to the user's.
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -261,6 +262,12 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
                 TypeError,
                 f"backward({loss!r}): a number has no gradients.",
                 fix="Give it the loss itself, without .item() or float().",
+            )
+        if not hasattr(given, "backward"):
+            raise make_error(
+                TypeError,
+                f"backward({reprlib.repr(given)}): a {type(given).__name__} has no gradients.",
+                fix="Give it the loss, a tensor of one element.",
             )
         try:
             loss.backward(*args, **kwargs)

@@ -32,7 +32,9 @@ class FirstGradients:
         found = [parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None]
         if not found:
             self._warn(
-                "the first step() found no gradients.", "Call zero_grad(), then manual_backward(loss), then step()."
+                "the first step() found no gradients.",
+                "Call zero_grad(), then manual_backward(loss), then step(). If so, the loss reaches none of its "
+                "parameters: look for detach(), or for another optimizer that is toggled.",
             )
             return None
         # Its gradient is kept until the next step.

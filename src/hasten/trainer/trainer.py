@@ -822,8 +822,9 @@ class Trainer(TrainerView):
         """Run backward and its hooks for a module with manual optimization."""
         run = self._run
         assert run is not None
-        run.window.loss = loss if loss.numel() == 1 else None
-        if run.observers.guard is not None:
+        is_tensor = isinstance(loss, torch.Tensor)
+        run.window.loss = loss if is_tensor and loss.numel() == 1 else None
+        if run.observers.guard is not None and is_tensor:
             run.observers.guard.check_manual(loss)
         run.hooks.on_before_backward(loss)
         run.runtime.engine.prepare_backward(loss, run.wrapped)
