@@ -222,6 +222,8 @@ def require_callback(place: str, value: Callback | type[Any]) -> Callback:
     """Return a callback; raise a ``WrongType`` that names the place for anything else."""
     if isinstance(value, Callback):
         return value
+    if conventions.current().mistakes_are_warnings and _has_every_hook(value):
+        return cast("Callback", value)
     if isinstance(value, type) and issubclass(value, Callback):
         raise WrongType(
             f"{place}: {value.__name__} is a class.", fix=f"Write {value.__name__}().", argument="callbacks"
@@ -232,6 +234,12 @@ def require_callback(place: str, value: Callback | type[Any]) -> Callback:
     if any(hook.startswith("on_") and hasattr(Callback, hook) for hook in dir(kind)):
         hint = f" Write class {kind.__name__}(hasten.Callback), and give an object of it."
     raise WrongType(f"{place}: {what}, not a hasten.Callback.", fix=hint, argument="callbacks")
+
+
+def _has_every_hook(value: object) -> bool:
+    # As a Mock has, and no class of a program without the base.
+    hooks = (name for name in vars(Callback) if name.startswith("on_"))
+    return not isinstance(value, type) and all(callable(getattr(value, hook, None)) for hook in hooks)
 
 
 def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:

@@ -192,7 +192,8 @@ class Hooks:
 
     def _read_classes(self) -> list[tuple[object, ...]]:
         """Return the hooks of the classes of all owners, with one call for each."""
-        found = [_READ[Callback](callback.__class__) for callback in self._callbacks]  # Also of a Mock of one.
+        # Also of a Mock of one, and of a Mock alone.
+        found = [_READ[Callback](one.__class__ if isinstance(one, Callback) else one) for one in self._callbacks]
         found.append(_READ[LightningModule](type(self._module)))
         if self._datamodule is not None:
             found.append(_READ[LightningDataModule](type(self._datamodule)))
@@ -353,7 +354,8 @@ def redefines(owner: object, base: type, name: str) -> bool:
     function = getattr(owner, "__dict__", {}).get(name, _ABSENT)
     if function is _ABSENT:
         return overrides(owner, base, name)
-    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
+    # Of partials only: any attribute of a Mock is another Mock, without end.
+    while inner := function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None):
         function = inner
     return function is not None and getattr(function, "__func__", function) is not getattr(base, name, None)
 

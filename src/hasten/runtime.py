@@ -121,7 +121,7 @@ class Runtime:
         self.several_processes = strategy.world_size > 1
         # What the precision changes.
         self._changed = {
-            name for name in _BY_PRECISION if getattr(type(precision), name) is not getattr(Precision, name)
+            name for name in _BY_PRECISION if getattr(precision.__class__, name) is not getattr(Precision, name)
         }
         strategy.engine.set_precision(precision)
         strategy.join_run(runtime=self)

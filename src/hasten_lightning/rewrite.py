@@ -81,7 +81,7 @@ def _home(module: str, name: str) -> tuple[str, str] | None:
     """Return the module and the name that hasten has in place of a name, if a program without the alias can use it."""
     home, there = TABLE[relative(module) or ""].get(name, ("hasten_lightning.names", ""))
     # Of spike detection, hasten.callbacks has the Trainer's, whose hook is called with other arguments.
-    of_fabric = home == "hasten_lightning._classes.callbacks" and there == "SpikeDetection"
+    of_fabric = home == "hasten_lightning._classes.fabric_callbacks"
     return None if home == "hasten_lightning.names" or of_fabric else (home, there)
 
 

@@ -21,7 +21,6 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.fabric import Fabric
     from hasten.module import LightningModule
-    from hasten.runtime import Runtime
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
@@ -118,7 +117,9 @@ class SpikeDetection(Callback):
         else:
             loss, has_loss = _undivided(_loss_of(outputs), outputs, trainer, batch_idx), 1.0
         # Checked a fixed number of batches later, not when it has arrived: all processes must end at the same batch.
-        self._follow(trainer, trainer.runtime, loss, has_loss, batch_idx, keep=self.lag if loss.is_cuda else 0)
+        # A Mock has no other processes.
+        several, keep = trainer.runtime.several_processes is True, self.lag if loss.is_cuda else 0
+        self._follow(trainer, several, loss, has_loss, batch_idx, keep=keep)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check(trainer, keep=0)
@@ -142,11 +143,11 @@ class SpikeDetection(Callback):
     # -- internal functions
 
     def _follow(
-        self, owner: Trainer | Fabric, runtime: Runtime, loss: Tensor, has_loss: float, batch_idx: int, *, keep: int
+        self, owner: Trainer | Fabric, several: bool, loss: Tensor, has_loss: float, batch_idx: int, *, keep: int
     ) -> None:
         """Start reading the loss of a batch, and check those that were read ``keep`` batches before."""
         values: list[Any] = [loss, has_loss]
-        if runtime.several_processes:
+        if several:
             pair = torch.stack([loss.float(), torch.full_like(loss, has_loss, dtype=torch.float32)])
             values = list(owner.strategy.all_gather(pair).flatten())
         self._pending.append((batch_idx, send_to_host(values)))
@@ -194,10 +195,12 @@ class SpikeDetection(Callback):
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
+        epoch = getattr(trainer, "current_epoch", 0)
+        number = epoch + 1 if isinstance(epoch, int) else epoch  # A Mock has another.
         raise TrainingSpikeException(
             batch_idx,
-            f"The loss jumped in batch {batch_idx} of epoch {getattr(trainer, 'current_epoch', 0) + 1}. Resume from an "
-            f"earlier checkpoint without the batches {self.bad_batches}, which are listed in {path}.",
+            f"The loss jumped in batch {batch_idx} of epoch {number}. Resume from an earlier "
+            f"checkpoint without the batches {self.bad_batches}, which are listed in {path}.",
         )
 
 
@@ -215,7 +218,7 @@ def _loss_of(outputs: StepOutput) -> Tensor:
 def _undivided(loss: Tensor, outputs: StepOutput, trainer: Trainer, batch_idx: int) -> Tensor:
     """Return the loss as ``training_step`` returned it, not divided by the number of accumulated batches."""
     module = trainer.lightning_module
-    if module is None or not module.automatic_optimization:
+    if module is None or module.automatic_optimization is not True:
         return loss
     size, length = trainer.accumulate_grad_batches, trainer.num_training_batches
     if size == 1 and not trainer.runtime.several_processes:

@@ -123,23 +123,24 @@ class Timer(Callback):
         """Start the clock; a resumed run may have no time left."""
         if self._duration is not None and self._verbose:
             rank_zero_info(f"Training ends after {timedelta(seconds=self._duration)} hours at the latest.")
-        self._begin(RunningStage.TRAINING)
-        self._seen, self._continued = [time.monotonic()], StopRequests.continued
-        self._is_distributed = trainer.runtime.several_processes
+        started = time.monotonic()
+        self._begin(RunningStage.TRAINING, started)
+        self._seen, self._continued = [started], StopRequests.continued
+        self._is_distributed = trainer.runtime.several_processes is True  # A Mock has nothing to agree on.
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
-            self._deadline = time.monotonic() + self._duration - self._offset
+            self._deadline = started + self._duration - self._offset
             # A program may call the hook before the Trainer has run.
             if trainer.state.fn is not None:
                 trainer.current_run.observers.pace.deadline = time.perf_counter() + self._duration - self._offset
-        self._check_time_remaining(trainer)
+        self._check_time_remaining(trainer, self._offset)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_time[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._look(trainer)
-        self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
+        self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING, time.monotonic())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         stage = RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING
@@ -150,19 +151,19 @@ class Timer(Callback):
 
     def on_fit_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once if no time is left."""
-        self._check_time_remaining(trainer)
+        self._check_time_remaining(trainer, self.time_elapsed())
 
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         now = time.monotonic()
         if self._continued != StopRequests.continued:
             self._look(trainer)
         self._seen[0], is_late = now, now >= self._deadline
-        if (is_late or self._is_distributed) and self._shared.passed(trainer, is_late):
+        if self._shared.passed(trainer, is_late) if self._is_distributed else is_late:
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         if self._interval == Interval.epoch:
-            self._check_time_remaining(trainer)
+            self._check_time_remaining(trainer, self.time_elapsed())
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
@@ -183,14 +184,14 @@ class Timer(Callback):
             trainer.current_run.observers.pace.deadline += stopped_seconds
         self._seen[0], self._continued = now, StopRequests.continued
 
-    def _begin(self, stage: RunningStage) -> None:
-        self._start_time[stage], self._end_time[stage] = time.monotonic(), None
+    def _begin(self, stage: RunningStage, now: float) -> None:
+        self._start_time[stage], self._end_time[stage] = now, None
 
-    def _check_time_remaining(self, trainer: Trainer) -> None:
+    def _check_time_remaining(self, trainer: Trainer, elapsed: float) -> None:
         if self._duration is None:
             return
         # Clocks differ between processes; the first one decides for all.
-        if trainer.strategy.broadcast(self.time_elapsed() >= self._duration):
+        if trainer.strategy.broadcast(elapsed >= self._duration):
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
@@ -206,7 +207,7 @@ class SharedDeadline:
     def __init__(self) -> None:
         self._next_batch = 0
         self._last_batch = 0
-        self._last_seconds = time.monotonic()
+        self._last_seconds = 0.0
 
     def __eq__(self, other: object) -> bool:
         """Return whether both pass at the same batches, as copies of a callback do."""

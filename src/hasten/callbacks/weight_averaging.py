@@ -701,7 +701,6 @@ class StochasticWeightAveraging(WeightAveraging):
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start, rates, last = self._swa_epoch_start, self._swa_lrs, self._max_epochs
         optimizers, schedulers, kind = (trainer.optimizers, trainer.lr_scheduler_configs, type(pl_module).__name__)
-        groups = len(optimizers[0].param_groups) if optimizers else 0
         problem, fix = "", ""
         if len(schedulers) > 1:
             problem = f": {kind}.configure_optimizers() gives {len(schedulers)} schedulers; it works with one."
@@ -713,7 +712,7 @@ class StochasticWeightAveraging(WeightAveraging):
         elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
             problem = f"(swa_epoch_start={start}): training ends after max_epochs={last}."
             fix = "Use an earlier epoch."
-        elif isinstance(rates, list) and len(rates) != groups:
+        elif isinstance(rates, list) and len(rates) != (groups := len(optimizers[0].param_groups)):
             problem = (
                 f"(swa_lrs={rates}): {len(rates)} learning rates, and the optimizer has {groups} parameter groups."
             )

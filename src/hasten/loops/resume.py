@@ -576,7 +576,7 @@ def _states_of_loggers(run: Run) -> list[dict[str, Any]]:
 
 def _restores(logger: object) -> bool:
     # A ``state_dict`` alone is a method of the program's own, for something else.
-    return isinstance(logger, Logger) and type(logger).load_state_dict is not Logger.load_state_dict
+    return isinstance(logger, Logger) and logger.__class__.load_state_dict is not Logger.load_state_dict
 
 
 def _classes_of_loggers(run: Run) -> list[str]:

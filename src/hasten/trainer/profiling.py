@@ -96,7 +96,7 @@ def watched(profiler: Profiler, action_name: str, function: Call) -> Call:
         with profiler.profile(action_name):
             return function(*args, **kwargs)
 
-    if type(profiler).profile is not Profiler.profile:
+    if getattr(profiler.profile, "__func__", None) is not Profiler.profile:
         return call_in_profile  # The program's own ``profile``.
 
     @functools.wraps(function)

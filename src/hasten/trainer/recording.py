@@ -109,7 +109,10 @@ def _records(trainer: Trainer) -> bool:
 
 def _path(trainer: Trainer) -> str | None:
     """Return where the record is written; None if files cannot grow there, and for loggers without a folder."""
-    if getattr(trainer.loggers[0], "save_dir", None) is None and getattr(trainer.loggers[0], "log_dir", None) is None:
+    logger = trainer.loggers[0]
+    # A Mock has no folder either.
+    places = (getattr(logger, "save_dir", None), getattr(logger, "log_dir", None))
+    if not isinstance(places[0] if places[0] is not None else places[1], str | os.PathLike):
         return None
     folder = os.path.dirname(default_folder(trainer))
     if is_url(folder):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hasten.callbacks import checkpoint, lambda_function, spike
+from hasten.callbacks import checkpoint, lambda_function, prediction_writer, spike
 from hasten.loggers import comet
 from hasten_lightning.facades import Facade, accepted, exactly
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hasten.fabric import Fabric
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 
 class LambdaCallback(lambda_function.LambdaCallback, metaclass=Facade):
@@ -20,18 +20,96 @@ class LambdaCallback(lambda_function.LambdaCallback, metaclass=Facade):
         super().__init__(**given)
 
 
+# Tests of programs call hooks with a Mock of a Trainer: it has what Lightning's callbacks read.
+
+
+def _is_mock(trainer: Trainer) -> bool:
+    return not hasattr(type(trainer), "current_run")
+
+
 class ModelCheckpoint(checkpoint.ModelCheckpoint, metaclass=Facade):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _is_mock(trainer):
+            trainer.checkpoint_callbacks = [self]
+        super().on_train_start(trainer, pl_module)
+
+
+class OnExceptionCheckpoint(checkpoint.OnExceptionCheckpoint, metaclass=Facade):
+    def on_exception(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        if _is_mock(trainer):
+            trainer.save_checkpoint(self.ckpt_path)
+        else:
+            super().on_exception(trainer, *args, **kwargs)
+
+    def teardown(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        if _is_mock(trainer):
+            trainer.strategy.remove_checkpoint(self.ckpt_path)
+        else:
+            super().teardown(trainer, *args, **kwargs)
+
+
+class BasePredictionWriter(prediction_writer.BasePredictionWriter, metaclass=Facade):
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        super().on_predict_batch_end(_with_run(trainer), pl_module, outputs, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_predict_epoch_end(_with_run(trainer), pl_module)
+
+
+def _with_run(trainer: Trainer) -> Trainer:
+    if _is_mock(trainer):
+        done, loop = trainer.current_run.evaluation, trainer.predict_loop
+        done.batch_indices, done.epoch_batch_indices = loop.current_batch_indices, loop.epoch_batch_indices
+        done.kept_predictions = loop.predictions
+    return trainer
+
+
+class SpikeStates(spike.SpikeDetection):
+    """Attributes and states that spike detection of Lightning has."""
+
+    @property
+    def last_val(self) -> float:
+        """The loss of the last batch of the first process."""
+        return self._last[0] if self._last else 0.0
+
+    @property
+    def running_mean(self) -> Any:
+        """The mean of the losses to which the next one is compared, as a metric of torchmetrics."""
+        from torchmetrics.aggregation import MeanMetric
+        from torchmetrics.wrappers import Running
+
+        mean = Running(MeanMetric(), window=self.window)
+        for loss in self._recent[0] if self._recent else ():
+            mean.update(loss)
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        mean, names = self.running_mean, ("last_val", "mode", "warmup", "atol", "rtol")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "bad_batches_path": self.exclude_batches_path,
+            "running": mean.state_dict(),
+            "mean": mean.base_metric.state_dict(),
+            **super().state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for name in ("mode", "warmup", "atol", "rtol"):
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self.exclude_batches_path = state_dict.get("bad_batches_path", self.exclude_batches_path)
+
+
+class SpikeDetection(SpikeStates, spike.SpikeDetection, metaclass=Facade):
     pass
-
-
-class SpikeDetection(spike.SpikeDetection, metaclass=Facade):
-    """Spike detection for ``Fabric(callbacks=...)``, with ``fabric.call("on_train_batch_end", ...)`` for each batch."""
-
-    def _after_batch(self, fabric: Fabric, loss: Tensor, batch: object, batch_idx: int) -> None:
-        """Raise ``TrainingSpikeException`` if the loss jumped, on all processes."""
-        self._follow(fabric, fabric._runtime, loss.detach().mean(), 1.0, batch_idx, keep=0)
-
-    on_train_batch_end: Any = _after_batch
 
 
 class CometLogger(comet.CometLogger, metaclass=Facade):

@@ -1,0 +1,129 @@
+"""Mocks in place of the parts of a run, as tests of programs for Lightning make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock, patch
+
+import pytest
+import torch
+from torch import nn
+
+import hasten_lightning
+from hasten.utilities.exceptions import MisconfigurationException
+from tests.refusals import refused
+
+
+@pytest.fixture(autouse=True)
+def _alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    hasten_lightning.install()
+    yield
+    hasten_lightning.uninstall()
+
+
+def _fit(**arguments: Any) -> Any:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    module = arguments.pop("module", None) or BoringModel()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    limits = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "accelerator": "cpu"}
+    trainer = Trainer(**{**off, **limits, **arguments})
+    trainer.fit(module)
+    return trainer
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+def test_a_mocked_transfer_hook_is_called(hook: str) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    module: Any = BoringModel()
+    setattr(module, hook, Mock(side_effect=getattr(module, hook)))
+    _fit(module=module)
+    assert getattr(module, hook).call_count == 4
+
+
+def test_mocks_as_arguments_of_the_trainer() -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger, Logger
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.profilers import Profiler
+
+    for spec in (None, Logger, CSVLogger):
+        logger = Mock(spec=spec, save_dir=None, log_dir=None) if spec else Mock()
+        _fit(logger=logger)
+        logger.finalize.assert_called_once_with("success")
+    profiler = Mock(spec=Profiler, profile=MagicMock())
+    _fit(profiler=profiler)
+    assert profiler.profile.called
+    callback = Mock()
+    _fit(callbacks=[callback])
+    assert callback.on_train_batch_end.call_count == 2
+    precision = Mock(spec=Precision, precision="32-true")
+    assert Trainer(plugins=[precision], accelerator="cpu", logger=False).precision_plugin is precision
+    with refused(TypeError, "callbacks", says="not a hasten.Callback"):
+        Trainer(callbacks=[object()])
+
+
+def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
+    from lightning.pytorch.callbacks import (
+        BasePredictionWriter,
+        ModelCheckpoint,
+        OnExceptionCheckpoint,
+        SpikeDetection,
+        StochasticWeightAveraging,
+        Timer,
+    )
+
+    trainer = Mock(should_stop=False)
+    trainer.strategy.broadcast.side_effect = lambda value: value
+    with patch("time.monotonic", side_effect=[0.0, 5.0, 10.0, *[300.0] * 9]):
+        timer = Timer(timedelta(seconds=20))
+        timer.on_train_start(trainer, Mock())
+        assert (timer.start_time(), timer.time_elapsed(), timer.time_remaining()) == (0.0, 5.0, 10.0)
+        timer.on_train_batch_end(trainer, Mock(), None, None, 0)
+    assert trainer.should_stop
+
+    trainer, saved = Mock(), OnExceptionCheckpoint("x")
+    saved.on_exception(trainer, Mock(), RuntimeError())
+    trainer.save_checkpoint.assert_called_once_with(saved.ckpt_path)
+    saved.teardown(trainer, Mock(), "fit")
+    trainer.strategy.remove_checkpoint.assert_called_once_with(saved.ckpt_path)
+
+    class Writer(BasePredictionWriter):  # type: ignore[misc]
+        def write_on_batch_end(self, *arguments: Any) -> None:
+            found.append(arguments[3])
+
+        def write_on_epoch_end(self, *arguments: Any) -> None:
+            found.extend(arguments[2:])
+
+    found: list[Any] = []
+    trainer.predict_loop = Mock(current_batch_indices=[1], epoch_batch_indices=[[[1]]], predictions=[4])
+    writer = Writer("batch_and_epoch")
+    writer.on_predict_batch_end(trainer, None, torch.ones(1), None, 0)
+    writer.on_predict_epoch_end(trainer, None)
+    assert found == [[1], [4], [[[1]]]]
+
+    ModelCheckpoint(dirpath="x").on_train_start(Mock(callback_metrics={}), Mock())
+    for optimizers, schedulers in (([1, 2], []), ([1], [1, 2])):
+        several = Mock(max_epochs=4, optimizers=optimizers, lr_scheduler_configs=schedulers)
+        with refused(MisconfigurationException, says="it works with one"):
+            StochasticWeightAveraging(0.1).on_fit_start(several, nn.Linear(1, 1))
+
+    spikes = SpikeDetection(exclude_batches_path="spikes")
+    assert spikes.last_val == 0.0
+    for batch_idx, loss in enumerate((1.0, 1.0, 1.0)):
+        spikes.on_train_batch_end(Mock(), Mock(), torch.tensor(loss), None, batch_idx)
+    assert (spikes.last_val, float(spikes.running_mean.compute())) == (1.0, 1.0)
+    state = spikes.state_dict()
+    lightning = "last_val mode warmup atol rtol bad_batches bad_batches_path running mean"
+    assert set(lightning.split()) <= set(state)
+    again = SpikeDetection(rtol=9.0)
+    again.load_state_dict(state)
+    assert (again.last_val, again.rtol, again.exclude_batches_path) == (1.0, 2.0, "spikes")
+    with refused(RuntimeError, says="batch 3"):
+        spikes.on_train_batch_end(Mock(), Mock(), torch.tensor(50.0), None, 3)
