@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,63 @@ def test_strategies_and_precisions_of_the_trainer() -> None:
     for shared in (FSDPStrategy(), ModelParallelStrategy()):
         with refused(TypeError, "storage_options"):
             shared.save_checkpoint({}, "file", storage_options={})
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_NODELIST", "STANDALONE_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # Restored afterwards, whatever a property sets.
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_environments_set_the_address_that_programs_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric.plugins.environments import LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment
+
+    _without(monkeypatch, SLURM_JOB_ID="123456", SLURM_NODELIST="a[1-3]")
+    slurm = SLURMEnvironment(auto_requeue=0, requeue_signal=signal.SIGKILL)
+    assert (slurm.auto_requeue, slurm.requeue_signal) == (0, signal.SIGKILL)
+    assert (slurm.main_address, slurm.main_port) == ("a1", 18456)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("a1", "18456")
+    _without(monkeypatch, SLURM_JOB_ID="abc")
+    with pytest.raises(ValueError):
+        _ = slurm.main_port
+    assert slurm.resolve_root_node_address("host[]") == "host"
+
+    _without(monkeypatch)
+    torchrun = TorchElasticEnvironment()
+    with warned(UserWarning, says="MASTER_ADDR"):
+        assert torchrun.main_address == os.environ["MASTER_ADDR"] == "127.0.0.1"
+    with warned(UserWarning, says="MASTER_PORT"):
+        assert torchrun.main_port == int(os.environ["MASTER_PORT"]) == 12910
+    with pytest.raises(KeyError):
+        torchrun.validate_settings(1, 4)
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    assert torchrun.detect()
+
+    ranks = tmp_path / "ranks"
+    ranks.write_text(f"launcher\nfirst\n{socket.gethostname()}\n")
+    _without(monkeypatch, LSB_DJOB_RANKFILE=str(ranks), LSB_JOBID="1234")
+    lsf = LSFEnvironment()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], lsf.node_rank()) == ("first", "10234", 1)
+    lsf.validate_settings(3, 5)
+    for ask in (lsf.world_size, lsf.global_rank, lsf.local_rank):
+        with refused(ValueError, says="JSM_NAMESPACE"):
+            ask()
+    ranks.write_text("launcher\nfirst\n")
+    with pytest.raises(KeyError):
+        LSFEnvironment()
+
+
+def test_the_environments_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment
+
+    from hasten.machine.cluster import find_cluster
+
+    _without(monkeypatch, STANDALONE_PORT="900")
+    assert LightningEnvironment().main_port == 900
+    # A job of one pod: Lightning starts the processes for its devices.
+    _without(monkeypatch, KUBERNETES_PORT="tcp://1", MASTER_ADDR="x", MASTER_PORT="1", WORLD_SIZE="1", RANK="0")
+    KubeflowEnvironment().validate_settings(4, 1)
+    assert type(find_cluster()).__name__ == "LightningEnvironment"

@@ -141,7 +141,7 @@ class LightningEnvironment(_FromVariables):
     def main_port(self) -> int:
         """MASTER_PORT, or a free port."""
         if self._main_port == -1:
-            self._main_port = _number("MASTER_PORT") or find_free_port()
+            self._main_port = _number("MASTER_PORT", "STANDALONE_PORT") or find_free_port()
         return self._main_port
 
     @staticmethod
@@ -228,7 +228,7 @@ class TorchElasticEnvironment(_ExternalCluster):
     @staticmethod
     def detect() -> bool:
         """Return whether torchrun started this process."""
-        return "TORCHELASTIC_RUN_ID" in os.environ
+        return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
     @staticmethod
     def local_world_size() -> int:
@@ -342,7 +342,8 @@ class SLURMEnvironment(_ExternalCluster):
                     fix=f"Use {argument}={given}.",
                     argument=argument,
                 )
-        if self._world_size in os.environ:
+        # Lightning's constructor has looked at --ntasks.
+        if self._world_size in os.environ and not conventions.current().warns_of_settings:
             super().validate_settings(num_devices, num_nodes)
 
     def node_rank(self) -> int:
@@ -414,10 +415,13 @@ class KubeflowEnvironment(_ExternalCluster):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether the operator set the variables; torchrun in a pod sets others."""
+        """Return whether the operator set the variables for several pods; torchrun in a pod sets others."""
         names = KubeflowEnvironment._required
         by_others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return all(name in os.environ for name in names) and not any(name in os.environ for name in by_others)
+        if any(name in os.environ for name in by_others):
+            return False
+        # In one pod, processes for its devices are still to be started.
+        return all(name in os.environ for name in names) and os.environ["WORLD_SIZE"] != "1"
 
     def local_rank(self) -> int:
         return 0
@@ -471,7 +475,7 @@ class LSFEnvironment(_ExternalCluster):
             if not host[0].isdigit() and host.partition(".")[0] == name.partition(".")[0]:
                 return place
         raise make_error(
-            ValueError,
+            VariableMissing,
             f"this machine, {name}, is not in LSB_DJOB_RANKFILE={os.environ['LSB_DJOB_RANKFILE']!r}, which has "
             f"{', '.join(hosts)}.",
             fix="Start the program with jsrun inside the job.",
@@ -634,18 +638,22 @@ def first_host(nodes: str) -> str:
         'alpha'
 
     """
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0].split(" ")[0]
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", nodes).split(",")[0].split(" ")[0]
+
+
+class VariableMissing(KeyError, ValueError):
+    """A launcher has not set a variable: in Lightning a ``KeyError``, for LSF a ``ValueError``."""
 
 
 def _set_by_launcher(name: str) -> int:
     """Return a variable that a launcher sets.
 
     Raises:
-        KeyError: it is not set. With a guess, several processes would act as the first.
+        VariableMissing: it is not set. With a guess, several processes would act as the first.
 
     """
     if name not in os.environ:
-        raise KeyError(name)
+        raise VariableMissing(name)
     return _number(name)
 
 
