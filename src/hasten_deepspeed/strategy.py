@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.device import is_host
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, MissingPackage, make_error
 from hasten._lib.observers import set_during, set_until
 from hasten._lib.optional import install_line, installed
 from hasten._lib.rank_zero import rank_zero_info
@@ -204,11 +204,9 @@ class DeepSpeedStrategy(ParallelStrategy):
     ) -> None:
         given = dict(locals())
         if not installed("deepspeed"):
-            raise make_error(
-                ModuleNotFoundError,
+            raise MissingPackage(
                 "DeepSpeedStrategy needs the package deepspeed, which is not installed.",
                 fix=f"Run: {install_line('deepspeed')}",
-                name="deepspeed",
             )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, None,

@@ -15,6 +15,7 @@ from typing import Any
 
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean, refuse_unknown
+from hasten._lib.optional import need
 from hasten.extend.origin import comes_from, full_name
 from hasten_lightning import environment
 from hasten_lightning.signatures import signature_of
@@ -28,7 +29,8 @@ class Facade(ABCMeta):
     """The metaclass of facades: instances and subclasses of the class behind a facade count as the facade's, too.
 
     The class behind a facade is its first base outside of this package. A facade with a signature and without an
-    ``__init__`` passes its arguments on. Subclasses of facades, which programs write, are ordinary classes.
+    ``__init__`` passes its arguments on. A package that the class attribute ``needs`` names must be installed.
+    Subclasses of facades, which programs write, are ordinary classes.
     """
 
     # The class that a facade stands for; None in subclasses of facades.
@@ -116,6 +118,8 @@ def _taking(signature: inspect.Signature, init: Callable[..., None], facade: str
             raise TypeError(f"{facade}.__init__() {error}") from None
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        if needs := getattr(self, "needs", ""):
+            need(needs, purpose=facade)
         init(self, given, **given.pop(rest, {}))
 
     show_signature(checked, signature)

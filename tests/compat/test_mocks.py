@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock, patch
@@ -127,3 +128,41 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
     assert (again.last_val, again.rtol, again.exclude_batches_path) == (1.0, 2.0, "spikes")
     with refused(RuntimeError, says="batch 3"):
         spikes.on_train_batch_end(Mock(), Mock(), torch.tensor(50.0), None, 3)
+
+
+def test_clipping_calls_torch_with_the_arguments_of_lightning() -> None:
+    for algorithm, name, given in (
+        ("norm", "clip_grad_norm_", ((0.5,), {})),
+        ("value", "clip_grad_value_", ((), {"clip_value": 0.5})),
+    ):
+        with patch(f"torch.nn.utils.{name}") as clip:
+            _fit(max_steps=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+        assert (clip.call_args.args[1:], clip.call_args.kwargs) == given
+
+
+def test_errors_of_precisions_and_of_missing_packages() -> None:
+    from lightning.fabric.plugins.environments import XLAEnvironment
+    from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, MixedPrecision, XLAPrecision
+    from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy
+
+    scaler, layer = torch.amp.GradScaler("cpu"), nn.Linear(1, 1)
+    layer(torch.ones(1, 1)).backward()
+    optimizer = torch.optim.LBFGS(layer.parameters())
+    with refused(MisconfigurationException, "scaler"):
+        MixedPrecision("bf16-mixed", "cpu", scaler)
+    for kind in (MisconfigurationException, TypeError):
+        with refused(kind, says="LBFGS"):
+            MixedPrecision("16-mixed", "cpu", scaler).optimizer_step(optimizer, layer, lambda: None)
+    with refused(MisconfigurationException, fix="clip_gradients_norm"):
+        FSDPPrecision("32-true").clip_gradients(optimizer, 1e-9)
+    DeepSpeedPrecision("32-true").clip_gradients(optimizer, 1e-9)
+    assert float(layer.weight.grad.abs().sum()) > 1e-3  # type: ignore[union-attr]
+    assert hasattr(XLAPrecision, "train_step_context")
+    if find_spec("torch_xla") is None:
+        for make in (XLAEnvironment, XLAPrecision, XLAStrategy, lambda: SingleDeviceXLAStrategy(0)):
+            with pytest.raises(ModuleNotFoundError):
+                make()
+    if find_spec("deepspeed") is None:
+        for kind in (MisconfigurationException, ModuleNotFoundError):
+            with refused(kind, says="deepspeed"):
+                DeepSpeedStrategy()

@@ -139,6 +139,10 @@ class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
     """Raised for a setup that cannot work, where programs expect a ``RuntimeError``."""
 
 
+class MissingPackage(MisconfigurationException, ModuleNotFoundError):
+    """Raised for a setup that needs a package which is not installed; programs catch either name."""
+
+
 class NoDataloader(MisconfigurationException, NotImplementedError):
     """Raised by a ``*_dataloader`` hook that a class does not define."""
 

@@ -214,8 +214,7 @@ class CUDAAccelerator(Accelerator):
 
     def teardown(self) -> None:
         """Return cached memory to the driver, if CUDA was used at all."""
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     @staticmethod
     def parse_devices(devices: Devices) -> list[int]:

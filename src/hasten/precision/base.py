@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
-from hasten._lib.errors import make_error
+from hasten._lib.errors import WrongType, make_error
 from hasten._lib.tree import map_tensors
 
 T = TypeVar("T")
@@ -116,6 +116,8 @@ class Precision:
         """
         if self.scaler is None:
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise WrongType("LBFGS computes the loss several times in a step, which a scaler does not allow.")
         if closure is not None and closure() is None and getattr(model, "automatic_optimization", False):
             return None
         result = self.scaler.step(optimizer, **kwargs)

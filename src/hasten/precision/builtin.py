@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
 from hasten._lib.device import as_device, is_cuda, is_host
-from hasten._lib.errors import make_error
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.small_updates import keep_small_updates
@@ -114,14 +114,13 @@ def scaler_for(
     """Return the gradient scaler of a mixed precision: the user's, a new one, or none for bfloat16.
 
     Raises:
-        ValueError: the user's is not needed; the message begins with ``owner``.
+        MisconfigurationException: the user's is not needed; the message begins with ``owner``.
 
     """
     if precision == "16-mixed":
         return torch.amp.GradScaler(device=device) if scaler is None else scaler
     if scaler is not None:
-        raise make_error(
-            ValueError,
+        raise MisconfigurationException(
             f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.",
             fix="Leave it out.",
             argument="scaler",

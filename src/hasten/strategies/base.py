@@ -517,6 +517,7 @@ class Sharding(StrategyPart):
 
 
 _END: Any = object()
+_BY_DEFAULT = {"norm_type": 2.0, "error_if_nonfinite": False}
 
 
 class StepEngine(StrategyPart):
@@ -804,15 +805,15 @@ class StepEngine(StrategyPart):
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
-        return nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        options: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        # Without its defaults: programs assert what a replaced function of torch is called with.
+        return nn.utils.clip_grad_norm_(parameters, max_norm, **{} if options == _BY_DEFAULT else options)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
         """Limit each element of the gradients to ``clip_val`` in size."""
         # torch raises if there are no gradients, for instance after batches that were all skipped.
         if parameters := [parameter for parameter in parameters if parameter.grad is not None]:
-            nn.utils.clip_grad_value_(parameters, clip_val)
+            nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
 
     # -- step
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
+from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.machine import cluster
 from hasten_lightning.facades import Facade
+from hasten_xla import devices
 
 
 def _kept(name: str, value: object) -> str:
@@ -78,6 +80,12 @@ class KubeflowEnvironment(cluster.KubeflowEnvironment, metaclass=Facade):
 
         """
         raise NotImplementedError("The Kubeflow environment can't be detected automatically.")
+
+
+class XLAEnvironment(devices.XLAEnvironment, metaclass=Facade):
+    def __init__(self) -> None:
+        need("torch_xla", purpose="XLAEnvironment")
+        super().__init__()
 
 
 def find_free_network_port() -> int:

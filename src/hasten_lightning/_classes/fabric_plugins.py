@@ -52,4 +52,4 @@ class DeepSpeedPrecision(UnconvertedIfMixed, deepspeed.DeepSpeedPrecision, metac
 
 
 class XLAPrecision(xla.XLAPrecision, metaclass=Facade):
-    pass
+    needs = "torch_xla"

@@ -53,14 +53,16 @@ class DeepSpeedStrategy(FabricMethods, deepspeed.DeepSpeedStrategy, metaclass=Fa
 
 
 class SingleDeviceXLAStrategy(FabricMethods, xla.SingleDeviceXLAStrategy, metaclass=Facade):
-    pass
+    needs = "torch_xla"
 
 
 class XLAStrategy(FabricMethods, xla.XLAStrategy, metaclass=Facade):
-    pass
+    needs = "torch_xla"
 
 
 class XLAFSDPStrategy(FabricMethods, xla.XLAFSDPStrategy, metaclass=Facade):
+    needs = "torch_xla"
+
     @exactly
     def __init__(self, given: dict[str, Any], **kwargs: Any) -> None:
         if given["state_dict_type"] == "sharded":

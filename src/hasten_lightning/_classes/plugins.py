@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten._lib.errors import MisconfigurationException
 from hasten.precision import base, builtin, fsdp, transformer_engine
 from hasten_deepspeed import precision as deepspeed
 from hasten_lightning._classes.fabric_plugins import with_sharded_scaler
 from hasten_lightning.facades import Facade, exactly, forward
 from hasten_lightning.machine.precision import ShardedMethods, TrainerPrecisionMethods, UnconvertedIfMixed
+from hasten_xla import precision as xla
 
 
 class Precision(TrainerPrecisionMethods, base.Precision, metaclass=Facade):
@@ -35,9 +37,21 @@ class FSDPPrecision(ShardedMethods, TrainerPrecisionMethods, fsdp.FSDPPrecision,
     def __init__(self, given: dict[str, Any]) -> None:
         forward(FSDPPrecision, self, with_sharded_scaler(given))
 
+    def clip_grad_by_norm(self, *_: object, **__: object) -> None:
+        """Refuse: the norm of all shards is known to the strategy."""
+        raise MisconfigurationException(
+            "FSDPPrecision cannot clip by the norm of all shards.",
+            fix="Call trainer.strategy.clip_gradients_norm(...).",
+        )
+
 
 class DeepSpeedPrecision(UnconvertedIfMixed, TrainerPrecisionMethods, deepspeed.DeepSpeedPrecision, metaclass=Facade):
-    pass
+    def clip_gradients(self, *_: object, **__: object) -> None:
+        """Do nothing: DeepSpeed's engine clips."""
+
+
+class XLAPrecision(TrainerPrecisionMethods, xla.XLAPrecision, metaclass=Facade):
+    needs = "torch_xla"
 
 
 class TransformerEnginePrecision(

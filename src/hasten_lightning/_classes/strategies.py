@@ -75,11 +75,11 @@ class DeepSpeedStrategy(TrainerMethods, deepspeed.DeepSpeedStrategy, metaclass=F
 
 
 class SingleDeviceXLAStrategy(TrainerMethods, xla.SingleDeviceXLAStrategy, metaclass=Facade):
-    pass
+    needs = "torch_xla"
 
 
 class XLAStrategy(TrainerMethods, xla.XLAStrategy, metaclass=Facade):
-    pass
+    needs = "torch_xla"
 
 
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
