@@ -466,7 +466,7 @@ def test_each_written_checkpoint_is_uploaded_once_in_the_order_of_writing(tmp_pa
     assert first.metadata == {
         "score": 0.75,
         "original_filename": "a.ckpt",
-        "ModelCheckpoint": {"monitor": "val_loss", "mode": "min", "save_top_k": 2},
+        "Callback": {"monitor": "val_loss", "mode": "min", "save_top_k": 2},
     }
     assert uploads.after(callback) == []
     callback.write("b.ckpt", 0.5, best=False, at=1003.0)

@@ -290,7 +290,7 @@ class UploadingLogger(StartedLogger[Any]):
             metadata = {
                 "score": score.item() if hasattr(score, "item") else score,
                 "original_filename": os.path.basename(path),
-                "ModelCheckpoint": options,
+                checkpoint_callback.__class__.__name__: options,  # it may be a weak proxy
             }
             aliases = ["latest", "best"] if path == best else ["latest"]
             self._log_checkpoint(SavedCheckpoint(path, aliases, metadata))

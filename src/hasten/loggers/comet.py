@@ -102,8 +102,9 @@ class CometLogger(UploadingLogger):
         super().__init__(log_model)
         self._prefix, self._project, self._experiment_key = prefix, project, experiment_key
         self._start_with = {"api_key": api_key, "workspace": workspace, "mode": mode, "online": online}
-        self._options = self._kwargs = given
-        folder = comet.ExperimentConfig(**given).offline_directory
+        self._kwargs = given
+        self._comet_config = comet.ExperimentConfig(**given)
+        folder = self._comet_config.offline_directory
         self._save_dir = None if folder is None else str(folder)
         self.experiment  # noqa: B018 - a key that is missing is an error here, not after the data is loaded
 
@@ -115,7 +116,7 @@ class CometLogger(UploadingLogger):
             experiment = comet.start(
                 project=self._project,
                 experiment_key=self._experiment_key,
-                experiment_config=comet.ExperimentConfig(**self._options),
+                experiment_config=self._comet_config,
                 **self._start_with,
             )
         except TypeError:
@@ -126,6 +127,8 @@ class CometLogger(UploadingLogger):
                 f"CometLogger: Comet did not start an experiment: {error}.",
                 fix="Log in with `comet login` or pass api_key=, or write an archive with CometLogger(online=False).",
             ) from error
+        if experiment is None:
+            raise comet.exceptions.ExperimentNotFound(f"CometLogger: Comet has no experiment {self._experiment_key}.")
         self._experiment_key = experiment.get_key()
         self._project = experiment.project_name
         experiment.log_other("Created from", _framework())

@@ -113,6 +113,7 @@ class MLFlowLogger(UploadingLogger):
         self._run_id = run_id
         self._experiment_id: str | None = None
         self._is_running = False
+        self._may_have_params = run_id is not None
         self._sender: ThreadPoolExecutor | None = None
         self._pending: deque[Future[Any]] = deque()
 
@@ -127,7 +128,7 @@ class MLFlowLogger(UploadingLogger):
                 self._run_id = self._new_run(client)
             else:
                 self._experiment_id = client.get_run(self._run_id).info.experiment_id
-                client.update_run(self._run_id, status="RUNNING")
+                self._mark_running(client)
         except Exception as error:
             asked = "" if self._run_id is None else f", run_id={self._run_id!r}"
             raise make_error(
@@ -226,9 +227,12 @@ class MLFlowLogger(UploadingLogger):
         MLflow keeps the first value of each: in a continued run, a warning names those that have changed.
         """
         param = need("mlflow.entities", purpose="MLFlowLogger").Param
+        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in self._flatten(as_dict(params)).items()}
+        if not texts:
+            return
         client = self._running()
-        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in flat(plain(as_dict(params))).items()}
-        stored = client.get_run(self._run_id).data.params if texts else {}
+        stored = client.get_run(self._run_id).data.params if self._may_have_params else {}
+        self._may_have_params = True
         kept = {name: text for name, text in texts.items() if stored.get(name, text) != text}
         if kept:
             changed = ", ".join(f"{name}={text} (was {stored[name]})" for name, text in kept.items())
@@ -239,24 +243,35 @@ class MLFlowLogger(UploadingLogger):
             )
         new = [param(key=name, value=text) for name, text in texts.items() if name not in stored]
         for part in _parts(new, _PARAMS_PER_CALL):
-            client.log_batch(run_id=self._run_id, params=part)
+            self._log_batch(client, params=part)
+
+    # Under Lightning's names these three and `_send` make the calls that its logger makes.
+
+    def _flatten(self, params: dict[str, Any]) -> dict[str, Any]:
+        return flat(plain(params))
+
+    def _log_batch(self, client: Any, **rows: list[Any]) -> Any:
+        return client.log_batch(run_id=self._run_id, **rows)
+
+    def _mark_running(self, client: Any) -> None:
+        client.update_run(self._run_id, status="RUNNING")
 
     def _running(self) -> Any:
         """Return the client, with the run marked as running again if it had ended."""
         client = self.experiment
         if not self._is_running:
-            client.update_run(self._run_id, status="RUNNING")
+            self._mark_running(client)
             self._is_running = True
         return client
 
     def _send(self, client: Any, metrics: list[Any]) -> None:
         if self._synchronous:
-            client.log_batch(run_id=self._run_id, metrics=metrics)
+            self._log_batch(client, metrics=metrics)
             return
         if self._sender is None:
             # One thread, so that rows arrive in order; Python lets it finish before the program ends.
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="MLFlowLogger")
-        self._pending.append(self._sender.submit(client.log_batch, run_id=self._run_id, metrics=metrics))
+        self._pending.append(self._sender.submit(self._log_batch, client, metrics=metrics))
         self._wait_for_rows(at_most=_MOST_PENDING)
 
     def _wait_for_rows(self, at_most: int) -> None:
@@ -299,7 +314,7 @@ class MLFlowLogger(UploadingLogger):
             return
         self._wait_for_rows(at_most=0)
         self._log_remaining_checkpoints()
-        self._experiment.set_terminated(self._run_id, _STATUS.get(status, status.upper()))
+        self._experiment.set_terminated(self._run_id, _STATUS.get(status, status))
         self._is_running = False
 
     def __getstate__(self) -> dict[str, Any]:

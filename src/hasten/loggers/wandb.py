@@ -112,8 +112,6 @@ class WandbLogger(UploadingLogger):
         }
         if anonymous:
             self._wandb_init["anonymous"] = "allow"
-        if offline:
-            self._wandb_init["mode"] = "offline"
         self._wandb_init.update(kwargs)
         self._offline = bool(offline)
         super().__init__(log_model or False)
@@ -150,8 +148,8 @@ class WandbLogger(UploadingLogger):
             return wandb.run
         if self._attach_id is not None:
             return getattr(wandb, "attach", wandb._attach)(self._attach_id)
-        if self._wandb_init.get("mode") == "offline":
-            # What else the program starts is offline, too.
+        if self._offline or self._wandb_init.get("mode") == "offline":
+            # W&B reads it, and what else the program starts is offline, too.
             os.environ["WANDB_MODE"] = "dryrun"
         if self.save_dir is not None:
             make_writable("WandbLogger", f"save_dir={self.save_dir!r}", self.save_dir)

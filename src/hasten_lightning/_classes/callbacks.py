@@ -1,12 +1,11 @@
-"""Callbacks and loggers under Lightning's names whose parameters differ from hasten's."""
+"""Callbacks under Lightning's names whose parameters differ from hasten's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from hasten.callbacks import checkpoint, lambda_function, prediction_writer, spike
-from hasten.loggers import comet
-from hasten_lightning.facades import Facade, accepted, exactly
+from hasten_lightning.facades import Facade, exactly
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -111,8 +110,3 @@ class SpikeStates(spike.SpikeDetection):
 class SpikeDetection(SpikeStates, spike.SpikeDetection, metaclass=Facade):
     pass
 
-
-class CometLogger(comet.CometLogger, metaclass=Facade):
-    @exactly
-    def __init__(self, given: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(**accepted(CometLogger, given), **kwargs)
