@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from jsonargparse import _util as jsonargparse_util
 
 from hasten import cli
+from hasten._lib.optional import need
 from hasten.cli import LightningArgumentParser
 from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin
@@ -31,6 +33,14 @@ class LightningCLI(cli.LightningCLI, metaclass=Facade):
         """Return a new parser that takes ``--config``; what it prints is a config of Lightning."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         return super().init_parser(**kwargs)
+
+    @functools.cached_property
+    def config_dump(self) -> dict[str, Any]:
+        """The config as plain data, of the subcommand if there is one."""
+        text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        config: dict[str, Any] = need("yaml", purpose="LightningCLI.config_dump").safe_load(text)
+        subcommand = self.config.get("subcommand")
+        return config[subcommand] if subcommand else config
 
 
 def name_classes() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
+from hasten.trainer.settings import Setting
 from hasten.types import PathLike
 from hasten_lightning import environment
 from hasten_lightning._classes.plugins import precision_as_facade
@@ -17,6 +18,7 @@ from hasten_lightning.internals.checkpoint_connector import CheckpointConnector,
 from hasten_lightning.internals.hooks import CallbackConnector
 from hasten_lightning.internals.modules import with_external_callbacks
 from hasten_lightning.internals.results import Results
+from hasten_lightning.utilities.enums import GradClipAlgorithmType
 
 if TYPE_CHECKING:
     from hasten.types import StorageOptions
@@ -25,6 +27,10 @@ _SWITCHES = (
     "fast_dev_run", "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
     "enable_autolog_hparams",
 )  # fmt: skip
+
+
+def _algorithm(name: str | None) -> GradClipAlgorithmType | None:
+    return None if name is None else GradClipAlgorithmType(name)
 
 
 class Trainer(trainer.Trainer, metaclass=Facade):
@@ -64,6 +70,18 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         settled = self.state.fn is TrainerFn.FITTING or self._progress.global_step or self._progress.epochs_done
         unlimited = self._arguments.max_epochs_assumed or self._arguments.max_epochs == -1
         return None if unlimited and not settled and self._given["max_epochs"] is None else self._arguments.max_epochs
+
+    def _shown_min_epochs(self) -> int | None:
+        given = self._arguments.min_epochs
+        return int(bool(self.min_steps)) if given is None and self.state.fn is TrainerFn.FITTING else given
+
+    def _shown_val_check_batch(self) -> float | None:
+        loaded = self._run is not None and self._run.data.train.loaded
+        return super().val_check_batch if loaded else None
+
+    min_epochs: Any = property(_shown_min_epochs, doc="Epochs to train at least; a number as soon as fit has begun.")
+    val_check_batch: Any = property(_shown_val_check_batch, doc="Batches between two validations; None before fit.")
+    gradient_clip_algorithm: Any = Setting("How gradients are clipped, in Lightning's type.", convert=_algorithm)
 
     @property
     def _results(self) -> Results | None:

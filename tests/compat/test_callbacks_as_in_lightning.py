@@ -8,6 +8,7 @@ import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import hasten as L
 from hasten.callbacks import (
     BackboneFinetuning,
+    BasePredictionWriter,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -23,10 +25,13 @@ from hasten.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    TQDMProgressBar,
 )
+from hasten.checkpoint import TorchCheckpointIO
 from hasten.data import CombinedLoader
 from hasten.demos.boring_classes import BoringModel, RandomDataset
-from hasten.loggers import CSVLogger
+from hasten.loggers import CSVLogger, TensorBoardLogger
+from hasten.report.throughput import Throughput
 from hasten.tuner import Tuner
 from hasten.tuner.lr_find import LRFinder
 from hasten.utilities.data import has_len_all_ranks
@@ -223,3 +228,59 @@ def test_where_no_validation_runs_what_it_would_have_logged_is_not_monitored(tmp
     with warned(UserWarning, says="'val_loss_of_no_run'"):
         quiet(**options).fit(BoringModel())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_stands_in_for_the_bars_of_tqdm_is_called(under_alias: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.callbacks.progress.Tqdm", bars := mock.MagicMock())
+    bars.return_value.disable = False
+    quiet(max_epochs=1, limit_train_batches=2, callbacks=[TQDMProgressBar()], enable_progress_bar=True).fit(Model())
+    bars.return_value.reset.assert_any_call(2)
+
+
+def test_a_validation_does_not_count_a_batch_that_is_not_shown(under_alias: None) -> None:
+    shown: list[int] = []
+
+    class Bar(TQDMProgressBar):
+        def on_validation_end(self, *args: Any) -> None:
+            super().on_validation_end(*args)
+            shown.append(self.train_progress_bar.n)
+
+    trainer = quiet(max_epochs=1, limit_train_batches=6, val_check_interval=3, limit_val_batches=1)
+    trainer.with_arguments(callbacks=[Bar(refresh_rate=2)], enable_progress_bar=True).fit(Model())
+    assert shown == [0, 2, 6]  # The first is the sanity check.
+
+
+def test_averaging_that_never_starts_is_a_warning(under_alias: None) -> None:
+    with warned(UserWarning, says="max_epochs=1"):
+        quiet(max_epochs=1, callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start=10)]).fit(Model())
+
+
+def test_errors_have_the_classes_that_programs_expect(tmp_path: Path) -> None:
+    class Silent(BasePredictionWriter):
+        pass
+
+    with refused(NotImplementedError, "write_interval", says="write_on_batch_end"):
+        quiet(callbacks=[Silent("batch")]).predict(Model(), DataLoader(RandomDataset(32, 2)))
+    for wrong in ({"window_size": 1}, {"world_size": 0}):
+        with refused(AssertionError, next(iter(wrong))):
+            Throughput(**wrong)  # type: ignore[arg-type]
+    with refused(KeyError, says="zz"):
+        Model().save_hyperparameters("zz")
+    torch.save({"object": Model}, tmp_path / "object.ckpt")
+    with refused(pickle.UnpicklingError, says="object.ckpt"):
+        TorchCheckpointIO().load_checkpoint(tmp_path / "object.ckpt", weights_only=True)
+    with refused(RuntimeError, says="three"):
+        TensorBoardLogger(tmp_path).log_metrics({"three": torch.ones(3)})
+
+
+def test_dicts_among_hyperparameters_stay_dicts_in_files_with_objects(under_alias: None, tmp_path: Path) -> None:
+    class Nested(BoringModel):
+        def __init__(self, nested: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer = quiet(max_epochs=1, limit_train_batches=1)
+    trainer.fit(Nested({"a": [1, {"b": 2}]}))
+    trainer.save_checkpoint(tmp_path / "nested.ckpt")
+    nested = Nested.load_from_checkpoint(tmp_path / "nested.ckpt").hparams.nested
+    assert (type(nested), type(nested["a"][1])) == (dict, dict)

@@ -100,6 +100,7 @@ def test_a_checkpoint_goes_before_the_command_line_and_its_parts_keep_their_mark
     cli = LightningCLI(Net, args=["fit", f"--model={name}", "--model.width=3"], **options)
     assert type(cli.model) is WideNet
     assert any(isinstance(callback, EarlyStopping) for callback in cli.trainer.callbacks)
+    assert cli.config_dump["model"] == {"class_path": name, "init_args": {"width": 3}}
     folder = Path(str(cli.trainer.log_dir))
     assert "class_path: tests.compat.test_command_line.WideNet" in (folder / "config.yaml").read_text()
     hparams = yaml.safe_load((folder / "hparams.yaml").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +206,16 @@ def test_the_folder_of_tensorboard_has_no_slash_at_its_end(tmp_path: Path) -> No
         given = {"root_dir" if kind is OfFabric else "save_dir": tmp_path}
         assert kind(**given, version=2).log_dir == str(tmp_path / "lightning_logs" / "version_2")
         assert kind(**given, version=2, sub_dir="a").log_dir == str(tmp_path / "lightning_logs" / "version_2" / "a")
+
+
+def test_the_tensorboard_logger_of_fabric_writes_events_alone(tmp_path: Path) -> None:
+    from lightning.fabric.loggers import TensorBoardLogger
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams({"a": 1}, {"b": 2.0})
+    logger.finalize("success")
+    assert "events.out" in "".join(os.listdir(logger.log_dir))
+    assert not Path(logger.log_dir, "hparams.yaml").exists()
 
 
 def test_classes_are_annotated_with_types() -> None:

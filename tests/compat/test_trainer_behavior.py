@@ -258,3 +258,32 @@ def test_a_method_that_is_patched_on_a_base_class_is_called() -> None:
     assert backward.call_count == 2
     assert "backward" not in vars(strategies.Strategy)
     assert L.strategies.Strategy.backward.__module__ == "hasten.strategies.program"
+
+
+def test_no_value_is_logged_where_gradients_are_cleared_for_a_validation() -> None:
+    class Logs(Classifier):
+        def on_validation_model_zero_grad(self) -> None:
+            self.log("a", 1.0)
+
+    with refused(MisconfigurationException, says="'a'"):
+        quiet(max_epochs=1).fit(Logs(), loader(8), loader(8))
+
+
+def test_limits_and_clipping_show_as_lightnings_values() -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+
+    seen: list[Any] = []
+
+    class Clips(Classifier):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **options: Any) -> None:
+            seen.append((options["gradient_clip_algorithm"], self.trainer.min_epochs, self.trainer.val_check_batch))
+
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    trainer = Trainer(gradient_clip_val=1.0, gradient_clip_algorithm="value", **options)
+    assert (trainer.min_epochs, trainer.val_check_batch) == (None, None)
+    trainer.fit(Clips(), loader(8))
+    assert {type(algorithm) for algorithm, *_ in seen} == {GradClipAlgorithmType}
+    assert seen[0] == ("value", 0, len(seen))
+    trainer.gradient_clip_algorithm = "norm"
+    assert trainer.gradient_clip_algorithm is GradClipAlgorithmType.NORM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -155,8 +156,8 @@ class CheckpointDamaged(ErrorWithFix, RuntimeError):
     """Raised for a file or folder that is not a whole checkpoint."""
 
 
-class CheckpointRefused(ErrorWithFix, RuntimeError):
-    """Raised for a file that cannot be read without running code from it."""
+class CheckpointRefused(ErrorWithFix, RuntimeError, pickle.UnpicklingError):
+    """Raised for a file that cannot be read without running code from it; torch.load raises the last class."""
 
 
 def absent(name: str, base: type, *, home: str, instead: str, why: str = "is not in this version of hasten") -> Any:

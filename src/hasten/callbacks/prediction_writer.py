@@ -36,6 +36,10 @@ class WriteInterval(LightningEnum):
         return self is not WriteInterval.BATCH
 
 
+class _NothingWrites(MisconfigurationException, NotImplementedError):
+    """Both errors at once: the first batch would raise the second."""
+
+
 class BasePredictionWriter(Callback):
     """Base of callbacks that store predictions; override ``write_on_batch_end`` or ``write_on_epoch_end``.
 
@@ -84,7 +88,7 @@ class BasePredictionWriter(Callback):
             (self.interval.on_epoch, "write_on_epoch_end", "on_predict_epoch_end"),
         ):
             if due and not any(overrides(self, BasePredictionWriter, each) for each in (name, hook)):
-                raise MisconfigurationException(
+                raise _NothingWrites(
                     f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
                     "define.",
                     fix=f"Define {name}, or use another write_interval.",

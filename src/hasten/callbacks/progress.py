@@ -18,6 +18,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import warn_once
+from hasten.callbacks import tqdm_bar
 from hasten.callbacks.progress_line import ProgressLine, ValidationBar, notebook_line, shown
 from hasten.callbacks.tqdm_bar import LINE_INTERVAL_SECONDS as LINE_INTERVAL_SECONDS
 from hasten.callbacks.tqdm_bar import Tqdm as Tqdm
@@ -439,7 +440,8 @@ class DrawnProgressBar(ProgressBar):
     def _show_train_state(self, trainer: Trainer, pl_module: LightningModule, *, ended: bool = False) -> None:
         bar = self._bars.get("train")
         if bar is not None and not bar.disable and trainer.state.fn is TrainerFn.FITTING:
-            bar.n = max(self._train_batches[0], bar.n)
+            if not self._counts:
+                bar.n = max(self._train_batches[0], bar.n)
             self._describe(bar, self.get_metrics(trainer, pl_module), ended=ended)
             self._refresh(bar, bar.n)
 
@@ -483,7 +485,8 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
     bar.set_description(description, refresh=False)
     bar.postfix = None
     bar.total = convert_inf(total)  # ``reset(None)`` of tqdm keeps the old one
-    bar.reset(*([] if isinstance(bar, Tqdm) else [bar.total]))
+    # Programs replace this module's ``Tqdm``, also by what is no class.
+    bar.reset(*([] if isinstance(bar, tqdm_bar.Tqdm) else [bar.total]))
 
 
 def epoch_text(current_epoch: int, max_epochs: int | None) -> str:

@@ -20,6 +20,7 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, is_absent
 from hasten.checkpoint.snapshots import showing
+from hasten.elsewhere import conventions
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
 from hasten.loops.progress import TrainerFn
@@ -712,6 +713,9 @@ class StochasticWeightAveraging(WeightAveraging):
         elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
             problem = f"(swa_epoch_start={start}): training ends after max_epochs={last}."
             fix = "Use an earlier epoch."
+            if conventions.current().mistakes_are_warnings:
+                rank_zero_warn(type(self).__name__ + problem, fix=fix)
+                return
         elif isinstance(rates, list) and len(rates) != (groups := len(optimizers[0].param_groups)):
             problem = (
                 f"(swa_lrs={rates}): {len(rates)} learning rates, and the optimizer has {groups} parameter groups."

@@ -227,7 +227,7 @@ class MLFlowLogger(UploadingLogger):
         MLflow keeps the first value of each: in a continued run, a warning names those that have changed.
         """
         param = need("mlflow.entities", purpose="MLFlowLogger").Param
-        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in self._flatten(as_dict(params)).items()}
+        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in self._as_texts(as_dict(params)).items()}
         if not texts:
             return
         client = self._running()
@@ -247,7 +247,7 @@ class MLFlowLogger(UploadingLogger):
 
     # Under Lightning's names these three and `_send` make the calls that its logger makes.
 
-    def _flatten(self, params: dict[str, Any]) -> dict[str, Any]:
+    def _as_texts(self, params: dict[str, Any]) -> dict[str, Any]:
         return flat(plain(params))
 
     def _log_batch(self, client: Any, **rows: list[Any]) -> Any:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _AS_BATCH = ("_on_before_batch_transfer", "_apply_batch_transfer_handler")
 
 
+class _NoNumber(ValueError, RuntimeError):
+    """Both errors at once: torch raises the second for a tensor with several elements."""
+
+
 class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """Write values for TensorBoard under ``<save_dir>/<name>/version_<N>``.
 
@@ -123,7 +127,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
                 raise
             except Exception as error:
                 raise make_error(
-                    ValueError,
+                    _NoNumber,
                     f"TensorBoardLogger cannot log {name!r} = {value!r}.",
                     fix=(
                         "Log a number, a tensor of one element, or a dict of numbers; anything else through "

@@ -321,6 +321,7 @@ def validate_if_due(run: Run) -> None:
         or overrides(run.module, LightningModule, "on_validation_model_zero_grad")
     )
     if progress.accumulation_index == 0 and may_release:
+        run.logged.leave()  # No value belongs to this hook.
         run.module.on_validation_model_zero_grad()
     # A run that is interrupted within this validation repeats it when resumed.
     run.resume.earlier = before_validation(run)

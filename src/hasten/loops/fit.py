@@ -864,6 +864,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     custom = any(overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients"))
     custom = custom or (engine.clips_by_program and max_value > 0)
     clip = engine.make_clip(arguments.gradient_clip_algorithm or "norm")
+    algorithm = module.trainer.gradient_clip_algorithm if custom else None  # In the type that the Trainer shows.
     clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
     rescales = not run.conventions.tail_divides_by_full_size
 
@@ -887,7 +888,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=arguments.gradient_clip_val,
-                gradient_clip_algorithm=arguments.gradient_clip_algorithm,
+                gradient_clip_algorithm=algorithm,
             )
 
     return finish_gradients

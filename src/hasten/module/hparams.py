@@ -87,6 +87,12 @@ else:
             return refuse
 
 
+class _NoSuchArgument(ValueError, KeyError):
+    """Both errors at once: programs for Lightning expect the second."""
+
+    __str__ = Exception.__str__  # A KeyError would show its message in quotation marks.
+
+
 class HyperparametersMixin:
     """``save_hyperparameters`` and ``hparams``, shared by modules and datamodules."""
 
@@ -178,7 +184,7 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
     if all(isinstance(arg, str) for arg in args):
         unknown = [arg for arg in args if arg not in given]
         if unknown:
-            raise ValueError(
+            raise _NoSuchArgument(
                 f"save_hyperparameters({', '.join(map(repr, args))}): {unknown} not among the arguments of "
                 f"{owner}.__init__: {sorted(given)}."
             )
@@ -394,8 +400,8 @@ class StoredHyperParameters:
                 entries[key] = stored
                 if is_config:
                     entries[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = "DictConfig"
-                elif dicts := _of_dicts(values):
-                    entries[f"{key}_of_dicts"] = dicts
+            if not is_config and (dicts := _of_dicts(values)):
+                entries[f"{key}_of_dicts"] = dicts
             if left_out and not files.objects_allowed():
                 warn_once(
                     f"hparams dropped {name} {left_out}",

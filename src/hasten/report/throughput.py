@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from hasten.precision.base import Precision
 
 
+class _TooSmall(ValueError, AssertionError):
+    """Both errors at once: programs for Lightning expect the second."""
+
+
 class Throughput:
     """Rates over the latest updates: batches, samples, items and floating-point operations a second.
 
@@ -53,8 +57,8 @@ class Throughput:
     ) -> None:
         check.declared(Throughput.__init__, locals())
         self.available_flops = available_flops
-        self.world_size = check.whole("Throughput", "world_size", world_size, at_least=1, error=ValueError)
-        self.window_size = check.whole("Throughput", "window_size", window_size, at_least=2, error=ValueError)
+        self.world_size = check.whole("Throughput", "world_size", world_size, at_least=1, error=_TooSmall)
+        self.window_size = check.whole("Throughput", "window_size", window_size, at_least=2, error=_TooSmall)
         self.separator = separator
         self.reset()
 

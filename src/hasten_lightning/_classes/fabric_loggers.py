@@ -101,6 +101,10 @@ class FabricTensorBoardLogger(_WithRootDir, loggers.TensorBoardLogger):
         self._log_graph = True
         super().log_graph(model, input_array)
 
+    def save(self) -> None:
+        """Flush the event file; ``hparams.yaml`` is the Trainer's."""
+        self.experiment.flush()
+
 
 # Public names. The classes have others, so that a short name on a command line means one class.
 CSVLogger = FabricCSVLogger

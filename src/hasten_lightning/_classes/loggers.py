@@ -25,7 +25,7 @@ class CometLogger(comet.CometLogger, metaclass=Facade):
 class MLFlowLogger(mlflow.MLFlowLogger, metaclass=Facade):
     """Each call is MLflow's own: it returns when the values have arrived, unless ``synchronous=False``."""
 
-    def _flatten(self, params: dict[str, Any]) -> dict[str, Any]:
+    def _as_texts(self, params: dict[str, Any]) -> dict[str, Any]:
         return flatten_dict(params)
 
     def _log_batch(self, client: Any, **rows: list[Any]) -> Any:

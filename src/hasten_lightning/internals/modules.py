@@ -160,3 +160,18 @@ def setup_activation_checkpointing(module: torch.nn.Module, activation_checkpoin
         )
         return
     apply_activation_checkpointing(module, checkpoint_wrapper_fn=checkpoint_wrapper, **activation_checkpointing_kwargs)
+
+
+def get_human_readable_count(number: int) -> str:
+    """Return a count with a unit, whose place is empty below 1000.
+
+    Example::
+
+        >>> get_human_readable_count(123), get_human_readable_count(1234), get_human_readable_count(123_456)
+        ('123  ', '1.2 K', '123 K')
+
+    """
+    assert number >= 0, "a count"
+    power = min((len(str(number)) - 1) // 3, 4)
+    value, unit = number / 1000**power, " KMBT"[power]
+    return f"{value:,.1f} {unit}" if power and value < 100 else f"{int(value):,d} {unit}"
