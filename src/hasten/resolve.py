@@ -567,7 +567,7 @@ def _precision(
     *,
     check: bool,
 ) -> Precision:
-    name = "32-true" if precision is None else _precision_name(precision, owner)
+    name = "32-true" if precision is None else precision_name(precision, owner)
     if plugin is None:
         made = _named_precision(name, precision, accelerator, device, owner, strategy, check=check)
     elif precision is None or name == plugin.precision:
@@ -629,7 +629,7 @@ def _named_precision(
     return MixedPrecision(name, device.type)
 
 
-def _precision_name(precision: Any, owner: str) -> str:
+def precision_name(precision: PrecisionName | str | int, owner: str) -> str:
     text = str(precision).lower()
     written = isinstance(precision, (str, int)) and not isinstance(precision, bool)
     for name, spellings in PRECISIONS.items():

@@ -9,6 +9,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
@@ -54,6 +55,11 @@ _PATCHED_THROUGH = frozenset(
 )
 
 
+def _flags() -> dict[str, Any]:
+    """Return which packages are installed, by names that every module of Lightning has."""
+    return vars(importlib.import_module("hasten.utilities.imports"))
+
+
 class AliasModule(ModuleType):
     """A module of Lightning with hasten's objects, which are imported when they are first used."""
 
@@ -72,6 +78,8 @@ class AliasModule(ModuleType):
         if ".".join(filter(None, (place, name))) in TABLE:
             # Programs use `lightning.pytorch.callbacks` after `import lightning` alone.
             return importlib.import_module(f"{self.__name__}.{name}")
+        if name.startswith("_") and name.isupper() and (flag := _flags().get(name)) is not None:
+            return flag
         if name in _PATCHED_THROUGH and place is not None and "." in place:
             return importlib.import_module(name)
         raise AttributeError(missing(f"{self.__name__}.{name}"))
@@ -144,7 +152,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Apply the environment; names are imported when they are used."""
-        if relative(module.__name__) == "pytorch":
+        place = relative(module.__name__) or ""
+        if "." not in place:
+            # Programs look for the folder of a package.
+            module.__file__ = str(Path(__file__).with_name("__init__.py"))
+        if place == "pytorch":
             from hasten_lightning.utilities.warnings import disable_if_requested
 
             disable_if_requested()

@@ -618,7 +618,6 @@ def test_hyper_parameters_that_are_set_directly() -> None:
 
 
 PRODUCTS = {
-    "from lightning.pytorch.loggers import LitLogger": "LitLogger. It belongs to a hosted product. Use CSVLogger",
     "import lightning.app": "lightning.app. It belongs to a hosted product. Start programs with hasten run",
     "import lightning.store": "lightning.store. It belongs to a hosted product. Write weights with",
     "from pytorch_lightning.utilities import model_registry": "It belongs to a hosted product. Write weights",

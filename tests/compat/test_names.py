@@ -245,7 +245,7 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
         ("strategies", "DataParallelStrategy", "ParallelStrategy", "Write strategy='ddp'"),
         ("accelerators", "HPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
         ("accelerators", "TPUAccelerator", "Accelerator", r"Its name is XLAAccelerator now"),
-        ("loggers", "LitLogger", "Logger", "There are CSVLogger"),
+        ("loggers", "LitLogger", "Logger", "It belongs to a hosted product. There are CSVLogger"),
     ],
 )
 def test_classes_that_are_not_here_can_be_named_but_not_made(home: str, name: str, base: str, says: str) -> None:

@@ -394,5 +394,5 @@ def flat(params: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
 _INSTEAD = (
     "There are CSVLogger, CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger; or subclass hasten.loggers.Logger."
 )
-LitLogger = absent("LitLogger", Logger, home="hasten.loggers", instead=_INSTEAD)
+LitLogger = absent("LitLogger", Logger, home="hasten.loggers", instead=f"It belongs to a hosted product. {_INSTEAD}")
 NeptuneLogger = absent("NeptuneLogger", Logger, home="hasten.loggers", instead=_INSTEAD)

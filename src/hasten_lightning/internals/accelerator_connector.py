@@ -154,3 +154,30 @@ class AcceleratorConnector:
             if kind.is_available():
                 return kind.name()
         raise MisconfigurationException("This machine has no GPU that torch can use.")
+
+
+class FabricConnector(AcceleratorConnector):
+    """The devices, strategy and precision of a Fabric with these arguments; nothing is started.
+
+    Args:
+        accelerator: this and the others as for ``Fabric``.
+        strategy: see there.
+        devices: see there.
+        num_nodes: see there.
+        precision: see there.
+        plugins: see there.
+
+    """
+
+    def __init__(
+        self,
+        accelerator: AcceleratorLike = "auto",
+        strategy: StrategyLike = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        precision: PrecisionName | None = None,
+        plugins: Plugin | Sequence[Plugin] | None = None,
+    ) -> None:
+        super().__init__(devices, num_nodes, accelerator, strategy, plugins, precision)
+
+    precision = AcceleratorConnector.precision_plugin

@@ -1,13 +1,21 @@
-"""Modules that went through ``torch.compile`` as a LightningModule."""
+"""Modules that went through ``torch.compile``, and what Fabric's setup returned."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer, unwrapped
 from hasten.module import LightningModule
+from hasten_lightning.utilities.data import apply_to_collection
+
+if TYPE_CHECKING:
+    from hasten.types import Batch
+
+T = TypeVar("T")
 
 _METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
@@ -84,4 +92,27 @@ def maybe_unwrap_optimized(model: object) -> LightningModule:
     raise TypeError(f"`model` must be a `LightningModule` or `torch._dynamo.OptimizedModule`, got `{kind}`")
 
 
-__all__ = ["from_compiled", "maybe_unwrap_optimized", "to_uncompiled"]
+def unwrap_compiled(obj: T) -> tuple[Any, dict[str, Any] | None]:
+    """Return (the object inside of ``torch.compile``, the arguments it was compiled with); (``obj``, None) for others.
+
+    The arguments are those of torch, unless the program has kept others in ``_compile_kwargs``.
+    """
+    if not isinstance(obj, OptimizedModule):
+        return obj, None
+    return obj._orig_mod, getattr(obj, "_compile_kwargs", {})
+
+
+def to_compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> OptimizedModule:
+    """Return ``torch.compile(module, **compile_kwargs)``."""
+    return cast("OptimizedModule", torch.compile(module, **compile_kwargs))
+
+
+def unwrap_objects(collection: Batch) -> Batch:
+    """Return a collection with the user's objects in place of those that Fabric's setup returned."""
+    kinds = (FabricModule, FabricOptimizer, FabricDataLoader, OptimizedModule)
+    return apply_to_collection(collection, kinds, unwrapped)
+
+
+__all__ = [
+    "from_compiled", "maybe_unwrap_optimized", "to_compiled", "to_uncompiled", "unwrap_compiled", "unwrap_objects",
+]  # fmt: skip

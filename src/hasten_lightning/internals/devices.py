@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from hasten._lib.errors import make_error
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from hasten.machine.devices import best_accelerator
+from hasten.resolve import precision_name
 from hasten_lightning.utilities import rank_zero_info, rank_zero_warn
 from hasten_lightning.utilities.exceptions import MisconfigurationException
 from hasten_lightning.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from hasten import Trainer
+    from hasten.types import PrecisionName
 
 _GPUs = int | str | list[int] | tuple[int, ...] | None
 _TYPES = "Device IDs (GPU/TPU) must be an int, a string, a sequence of ints, but you passed"
@@ -132,6 +134,21 @@ def check_data_type(device_ids: object) -> None:
 def select_auto_accelerator() -> str:
     """Return the name of the kind of device that ``accelerator="auto"`` means here."""
     return "tpu" if XLAAccelerator.is_available() else best_accelerator().name()
+
+
+def convert_precision_to_unified_args(precision: PrecisionName | int | None) -> str | None:
+    """Return the name of a precision for one of its spellings; None for None.
+
+    Raises:
+        ValueError: there is no such precision.
+
+    Example::
+
+        >>> convert_precision_to_unified_args(16), convert_precision_to_unified_args("bf16")
+        ('16-mixed', 'bf16-mixed')
+
+    """
+    return None if precision is None else precision_name(precision, "Fabric")
 
 
 def log_device_info(trainer: Trainer) -> None:

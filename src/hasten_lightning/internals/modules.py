@@ -1,4 +1,4 @@
-"""Classes that register themselves, docstrings, and an optimizer that does nothing."""
+"""Classes that register themselves, docstrings, modes of modules, and an optimizer that does nothing."""
 
 from __future__ import annotations
 
@@ -51,6 +51,22 @@ class MockOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return "No Optimizer"
+
+
+class ModuleMode:
+    """Which layers of a module are in training mode."""
+
+    def __init__(self) -> None:
+        self.mode: dict[str, bool] = {}
+
+    def capture(self, module: torch.nn.Module) -> None:
+        """Keep the modes that the layers have now."""
+        self.mode = {name: layer.training for name, layer in module.named_modules()}
+
+    def restore(self, module: torch.nn.Module) -> None:
+        """Set the modes that were kept; layers that are new since then stay as they are."""
+        for name, layer in module.named_modules():
+            layer.training = self.mode.get(name, layer.training)
 
 
 def get_short_description(component: object) -> str | None:
