@@ -14,7 +14,7 @@ import torch
 import hasten
 import hasten_lightning
 from hasten.machine.cluster import find_free_port
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,8 @@ def test_a_strategy_with_a_launcher_of_its_own_trains_in_one_process() -> None:
     trainer: Any = pl.Trainer(accelerator="cpu", devices=1, strategy=Own(), fast_dev_run=True, logger=False)
     trainer.fit(BoringModel())
     assert trainer.global_step == 1
+    with warned(UserWarning, says=("Own._configure_launcher()", "torchrun")):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=Own(), logger=False)
     _launch_process_observer([])
     with refused(ValueError, says="_launch_process_observer"):
         _launch_process_observer([object()])

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
     from hasten.types import PathLike, StorageOptions
 
 T = TypeVar("T")
@@ -43,6 +45,17 @@ class Methods(Strategy):
     @classmethod
     def register_strategies(cls, strategy_registry: object) -> None:
         """Do nothing: hasten's strategies have their names already. Subclasses register their own."""
+
+    def attach(
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
+    ) -> None:
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+        if len(devices) > 1 and hasattr(self, "_configure_launcher") and not cluster.creates_processes_externally:
+            rank_zero_warn(
+                f"{type(self).__name__}._configure_launcher() is not called: hasten runs this program again for each "
+                "process, or copies it with DDPStrategy(start_method=...).",
+                fix="If another program is to run, start it with torchrun.",
+            )
 
     @property
     def launcher(self) -> object:
