@@ -221,7 +221,7 @@ def test_steps_take_fewer_arguments_and_name_them_as_they_like() -> None:
     assert quiet().validate(Batch(), loader(8), verbose=False) == [{"size": 4.0}]
     assert quiet().predict(Batch(), loader(6)) == [4, 2]
     assert quiet().validate(Names(), loader(8), verbose=False) == [{"n": 1.0}]
-    assert quiet().predict(Names(), [loader(6), loader(4)]) == [[0, 1], [0]]
+    assert quiet().predict(Names(), loader(6)) == [0, 1]
     assert quiet().test(Names(), loader(8), verbose=False) == [{"arguments": 2.0}]
 
 

@@ -109,4 +109,3 @@ class SpikeStates(spike.SpikeDetection):
 
 class SpikeDetection(SpikeStates, spike.SpikeDetection, metaclass=Facade):
     pass
-
