@@ -724,8 +724,8 @@ class LoggedValues:
             for logged, value in self._current_step_values()
             if logged.logger and (not self._outdated or self._is_shown("logged", logged.step_name, logged.step_value()))
         }
-        for logged, value in self._current_step_values("validate", "test"):
-            metrics |= {logged.step_name: value} if logged.logger else {}
+        of_evaluation = self._current_step_values("validate", "test") if self.logs_evaluation_steps else ()
+        metrics |= {logged.step_name: value for logged, value in of_evaluation if logged.logger}
         metrics |= {logged.epoch_name: value for logged, value in self._values_of_hooks() if logged.logger}
         return ShownValues(metrics, self.logger_values)
 
@@ -735,10 +735,11 @@ class LoggedValues:
 
     def _current_step_values(self, *stages: str) -> Iterator[tuple[LoggedValue, Tensor]]:
         """Yield the values of steps in the epochs that are not closed yet, of training or these stages."""
-        for logged in (each for stage in stages or ("train",) for each in self.of_stage(stage, current_loader=True)):
-            value = logged.step_value() if logged.on_step and logged.weight is not None else None
-            if value is not None:
-                yield logged, _as_metric(value)
+        for stage in stages or ("train",):
+            for logged in self.of_stage(stage, current_loader=True):
+                value = logged.step_value() if logged.on_step and logged.weight is not None else None
+                if value is not None:
+                    yield logged, _as_metric(value)
 
     def _values_of_hooks(self) -> Iterator[tuple[LoggedValue, Tensor]]:
         """Yield what hooks beside the steps have logged on this process in the epochs that are not closed yet."""

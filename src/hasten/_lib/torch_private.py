@@ -677,6 +677,14 @@ def check_compiler_supported() -> None:
     check_if_dynamo_supported()
 
 
+def compiler_is_supported() -> bool:
+    """Return whether ``check_compiler_supported`` passes."""
+    with suppress(RuntimeError):
+        check_compiler_supported()
+        return True
+    return False
+
+
 def cpp_compiler() -> str:
     """Return the C++ compiler that ``torch.compile`` calls; raise what torch raises if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler

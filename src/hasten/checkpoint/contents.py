@@ -161,7 +161,7 @@ _TRAINING: dict[Any, Any] = {
             "ranks": [_RANK, ...],
             "training_weights?": object,
             "levers?": object,
-            "optimizer_arguments?": [{}],
+            "optimizer_arguments?": str,
             "gradient_buckets?": ([[int]], None),
             "history?": object,
         },

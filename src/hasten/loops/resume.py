@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -152,7 +153,8 @@ class RunState:
             gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
         entries: dict[str, Any] = {
             "gradients": gradients,
-            "optimizer_arguments": [_made_with(one) for one in run.optimizers],
+            # One text, because each number of a checkpoint costs a call when it is written.
+            "optimizer_arguments": json.dumps([_made_with(one) for one in run.optimizers]),
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         if (buckets := runtime.strategy.state.gradient_buckets) is not None:
@@ -190,7 +192,7 @@ class RunState:
             run.observers.history.load_state_dict(entries["history"])
         if entries:
             if not run.conventions.warns_of_settings:
-                _warn_of_arguments(run.optimizers, entries.get("optimizer_arguments", ()), source)
+                _warn_of_arguments(run.optimizers, json.loads(entries.get("optimizer_arguments", "[]")), source)
             if entries["gradients"] is not None:
                 runtime.strategy.state.restore_gradients(run.module, run.optimizers, entries["gradients"])
             state = contents.state_of(entries["ranks"], rank, self._share())

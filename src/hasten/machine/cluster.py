@@ -418,10 +418,10 @@ class KubeflowEnvironment(_ExternalCluster):
         """Return whether the operator set the variables for several pods; torchrun in a pod sets others."""
         names = KubeflowEnvironment._required
         by_others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if any(name in os.environ for name in by_others):
+        if not all(name in os.environ for name in names) or any(name in os.environ for name in by_others):
             return False
         # In one pod, processes for its devices are still to be started.
-        return all(name in os.environ for name in names) and os.environ["WORLD_SIZE"] != "1"
+        return os.environ["WORLD_SIZE"] != "1"
 
     def local_rank(self) -> int:
         return 0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 from packaging.version import Version
-from torch._dynamo.eval_frame import is_dynamo_supported
 
+from hasten._lib import torch_private
 from hasten.accelerators import MPSAccelerator, XLAAccelerator
 from hasten_lightning.utilities import imports
 from hasten_lightning.utilities.model_helpers import num_cuda_devices
@@ -86,7 +86,7 @@ def runif_reasons(
         ("not MPS", mps is False, lambda: not MPSAccelerator.is_available()),
         ("Standalone execution", standalone, lambda: os.environ.get("PL_RUN_STANDALONE_TESTS") == "1"),
         ("Deepspeed", deepspeed, lambda: imports._DEEPSPEED_AVAILABLE),
-        ("torch.dynamo", dynamo, is_dynamo_supported),
+        ("torch.dynamo", dynamo, torch_private.compiler_is_supported),
         ("only linux", linux_only, lambda: sys.platform == "linux"),
         ("Rich", rich, lambda: imports._RICH_AVAILABLE),
         ("omegaconf", omegaconf, lambda: imports._OMEGACONF_AVAILABLE),
