@@ -113,16 +113,16 @@ def test_parameters_without_a_gradient_are_named_with_the_strategy_to_write(stra
 
 
 class Branches(Classifier):
-    """Leaves out a layer in one batch of rank 1, and logs a value of all processes."""
+    """Leaves out a layer in one batch of some ranks, and logs a value of all processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *ranks: int) -> None:
         super().__init__()
-        self.other = nn.Linear(1, 1)
+        self.other, self.ranks = nn.Linear(1, 1), ranks
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("batch", float(batch_idx), sync_dist=True)
-        return loss if self.global_rank == 1 and batch_idx == 2 else loss + self.other(torch.ones(1)).sum()
+        return loss if self.global_rank in self.ranks and batch_idx == 2 else loss + self.other(torch.ones(1)).sum()
 
 
 @pytest.mark.world_size(2)
@@ -131,10 +131,17 @@ def test_a_layer_that_one_process_leaves_out_is_named_before_another_exchange_me
     trainer = quiet(devices=2, strategy="ddp", log_every_n_steps=1, logger=RowLogger())
     if os.environ["LOCAL_RANK"] == "1":
         with refused(RuntimeError, says="in the last step of rank 1, other.weight, other.bias got no gradient"):
-            trainer.fit(Branches(), loader(48))
+            trainer.fit(Branches(1), loader(48))
     else:
         with pytest.raises(RuntimeError):
-            trainer.fit(Branches(), loader(48))
+            trainer.fit(Branches(1), loader(48))
+
+
+@pytest.mark.world_size(2)
+def test_a_layer_that_all_processes_leave_out_is_named_by_the_next_step() -> None:
+    rank = os.environ["LOCAL_RANK"]
+    with refused(RuntimeError, says=f"in the last step of rank {rank}, other.weight, other.bias got no gradient"):
+        quiet(devices=2, strategy="ddp").fit(Branches(0, 1), loader(48))
 
 
 @pytest.mark.world_size(2)

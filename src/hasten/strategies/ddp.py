@@ -487,14 +487,19 @@ class DDPEngine(StepEngine):
                 self.missed_exchange = False
                 return
             # Before any other exchange, which would meet the gradients of processes that wait.
-            self._check_exchanged(holder)
-            after = witness.grad
-            self.missed_exchange = after is None or (after is before and after._version == version)
+            is_over, after = self._check_exchanged(holder), witness.grad
+            missed = after is None or (after is before and after._version == version)
+            self.missed_exchange = is_over and missed
 
         return exchanging_backward
 
-    def _check_exchanged(self, holder: _CurrentDDP) -> None:
-        """Raise RuntimeError if the backward of this process has left gradients for which others wait."""
+    def _check_exchanged(self, holder: _CurrentDDP) -> bool:
+        """Return whether no exchange is unfinished.
+
+        Raises:
+            RuntimeError: the backward of this process has left gradients for which others wait.
+
+        """
         assert holder.ddp is not None
         try:
             torch_private.check_ddp_exchanged(holder.ddp)
@@ -502,6 +507,8 @@ class DDPEngine(StepEngine):
             # If all have left the same ones, nobody waits now, but the next forward cannot begin.
             if not agreement.all_at(f"{holder.place}/unfinished", patience_seconds=_SAME_MOMENT_SECONDS):
                 raise self._named(error, holder) from None
+            return False
+        return True
 
     def share_buffers(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
