@@ -643,12 +643,12 @@ class LoggedValues:
 
     # -- epochs
 
-    def start_epoch(self, stage: str, *, anew: bool = True) -> None:
+    def start_epoch(self, stage: str, *, resets_values: bool = True) -> None:
         """Forget what the stage's last epoch accumulated.
 
         Args:
             stage: "train", "validate" or "test".
-            anew: False where that was done when the last epoch ended. Metrics may have gathered more since.
+            resets_values: False if the end of the last epoch has reset them: metrics may have been updated since.
 
         """
         self.batch_size = 0
@@ -657,7 +657,7 @@ class LoggedValues:
         if stage == "train":
             self._outdated = {}
         self._bar_sent = time.monotonic()
-        for logged in self.of_stage(stage) if anew else ():
+        for logged in self.of_stage(stage) if resets_values else ():
             logged.reset()
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:

@@ -207,6 +207,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             raise MissingPackage(
                 "DeepSpeedStrategy needs the package deepspeed, which is not installed.",
                 fix=f"Run: {install_line('deepspeed')}",
+                name="deepspeed",
             )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, None,

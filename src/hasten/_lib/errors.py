@@ -141,7 +141,11 @@ class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
 
 
 class MissingPackage(MisconfigurationException, ModuleNotFoundError):
-    """Raised for a setup that needs a package which is not installed; programs catch either name."""
+    """Raised for a setup that needs a package which is not installed, ``name``; programs catch either class."""
+
+    def __init__(self, what: object = "", *, name: str | None = None, **parts: str) -> None:
+        super().__init__(what, **parts)
+        self.name = name
 
 
 class NoDataloader(MisconfigurationException, NotImplementedError):

@@ -352,8 +352,8 @@ def _no_tensor(found: re.Match[str], place: _Place) -> str:
             return f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch."
         if argument == "target":
             return (
-                f"Return the labels of a sample as one tensor from the dataset, torch.tensor(labels); or unpack the "
-                f"{kind} here, and give each part a loss of its own."
+                "Return the labels of a sample as one tensor from the dataset, torch.tensor(labels); or unpack the "
+                f"{kind} here, and compute a loss for each part."
             )
         return f"Give it one tensor: unpack the {kind}, or take its first part."
     if kind == "NoneType":

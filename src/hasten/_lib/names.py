@@ -199,8 +199,8 @@ _RESUME = "Write trainer.fit(model, ckpt_path={value})."
 _OPTIMIZER = "Return it from configure_optimizers of the module."
 # ... and these from the Trainer, or other libraries have them.
 _OF_TRAINER = {
-    "amp": _HALF,
     "accumulation_steps": "=accumulate_grad_batches",
+    "amp": _HALF,
     "auto_lr_find": "Write hasten.tuner.Tuner(trainer).lr_find(model) before fit.",
     "auto_scale_batch_size": "Write hasten.tuner.Tuner(trainer).scale_batch_size(model) before fit.",
     "automatic_optimization": "Write self.automatic_optimization = {value} in __init__ of the module.",
@@ -210,40 +210,29 @@ _OF_TRAINER = {
     "ckpt_path": _RESUME,
     "clip_grad_norm": "=gradient_clip_val",
     "default_save_path": "=default_root_dir",
-    "epochs": "=max_epochs",
-    "eval_steps": "=val_check_interval",
-    "grad_clip": "=gradient_clip_val",
-    "gradient_accumulation_steps": "=accumulate_grad_batches",
-    "log_interval": "=log_every_n_steps",
-    "logging_steps": "=log_every_n_steps",
-    "lr_scheduler": _OPTIMIZER,
-    "max_grad_norm": "=gradient_clip_val",
-    "num_train_epochs": "=max_epochs",
-    "optimizer": _OPTIMIZER,
-    "optimizers": _OPTIMIZER,
-    "output_dir": "=default_root_dir",
-    "save_steps": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(every_n_train_steps={value})]).",
-    "scheduler": _OPTIMIZER,
-    "warmup_steps": "Return a scheduler that warms up from configure_optimizers of the module.",
-    "weight_decay": "Write torch.optim.AdamW(self.parameters(), weight_decay={value}) in configure_optimizers.",
-    "learning_rate": _RATE,
-    "lr": _RATE,
-    "model": "Write trainer.fit(model, train_dataloaders).",
-    "n_epochs": "=max_epochs",
-    "num_epochs": "=max_epochs",
-    "steps": "=max_steps",
     "early_stop_callback": "Write Trainer(callbacks=[hasten.callbacks.EarlyStopping(monitor='val_loss')]).",
     "enable_pl_optimizer": _LEAVE,
+    "epochs": "=max_epochs",
+    "eval_steps": "=val_check_interval",
     "flush_logs_every_n_steps": _FLUSH_LOGS,
     "fp16": _HALF,
+    "grad_clip": "=gradient_clip_val",
+    "gradient_accumulation_steps": "=accumulate_grad_batches",
     "gradient_checkpointing": "Write Trainer(memory='full').",
     "gradient_clip": "=gradient_clip_val",
     "group_by_length": "Write Trainer(batching='length').",
+    "learning_rate": _RATE,
     "log_gpu_memory": "Write Trainer(callbacks=[hasten.callbacks.DeviceStatsMonitor()]).",
+    "log_interval": "=log_every_n_steps",
     "log_save_interval": _FLUSH_LOGS,
     "loggers": "=logger",
+    "logging_steps": "=log_every_n_steps",
+    "lr": _RATE,
+    "lr_scheduler": _OPTIMIZER,
+    "max_grad_norm": "=gradient_clip_val",
     "max_nb_epochs": "=max_epochs",
     "min_nb_epochs": "=min_epochs",
+    "model": "Write trainer.fit(model, train_dataloaders).",
     "move_metrics_to_cpu": f"{_LEAVE} self.log keeps one running value of an epoch.",
     "multiple_trainloader_mode": ("Write trainer.fit(model, hasten.utilities.CombinedLoader(loaders, mode={value}))."),
     "nb_sanity_val_steps": "=num_sanity_val_steps",
@@ -253,6 +242,12 @@ _OF_TRAINER = {
     "prepare_data_per_node": (
         "Write self.prepare_data_per_node = {value} in __init__ of the module or the datamodule."
     ),
+    "n_epochs": "=max_epochs",
+    "num_epochs": "=max_epochs",
+    "num_train_epochs": "=max_epochs",
+    "optimizer": _OPTIMIZER,
+    "optimizers": _OPTIMIZER,
+    "output_dir": "=default_root_dir",
     "print_nan_grads": "=detect_anomaly",
     "process_position": "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(process_position={value})]).",
     "progress_bar_refresh_rate": (
@@ -263,7 +258,10 @@ _OF_TRAINER = {
     "replace_sampler_ddp": "=use_distributed_sampler",
     "resume_from_checkpoint": _RESUME,
     "row_log_interval": "=log_every_n_steps",
+    "save_steps": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(every_n_train_steps={value})]).",
+    "scheduler": _OPTIMIZER,
     "show_progress_bar": "=enable_progress_bar",
+    "steps": "=max_steps",
     "stochastic_weight_avg": "Write Trainer(callbacks=[hasten.callbacks.StochasticWeightAveraging(swa_lrs=0.01)]).",
     "terminate_on_nan": "Write Trainer(on_bad_loss='stop').",
     "test_percent_check": "=limit_test_batches",
@@ -278,6 +276,8 @@ _OF_TRAINER = {
         "Split the sequence in training_step, with self.automatic_optimization = False in __init__ of the module."
     ),
     "val_percent_check": "=limit_val_batches",
+    "warmup_steps": "Return a scheduler that warms up from configure_optimizers of the module.",
+    "weight_decay": "Write torch.optim.AdamW(self.parameters(), weight_decay={value}) in configure_optimizers.",
     "weights_save_path": _CHECKPOINTS,
     "weights_summary": (
         "Write Trainer(callbacks=[hasten.callbacks.ModelSummary(max_depth=1)]); for none "
@@ -364,11 +364,11 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         if name not in instead_of and near is not None:
             raise make_error(TypeError, wrong, fix=f"Did you mean {near!r}?", argument=name)
         # What stands there is of another kind for each name, so only a slip leads to it.
-        slip = difflib.get_close_matches(name, instead_of, n=1, cutoff=0.85)
-        instead = instead_of.get(name) or (instead_of[slip[0]] if slip else None)
-        if instead is None:
-            raise make_error(TypeError, wrong, fix=f"The arguments are: {', '.join(known)}.", argument=name)
-        raise make_error(TypeError, wrong, fix=_to_write(instead, owner, repr(value)), argument=name)
+        entry = difflib.get_close_matches(name, instead_of, n=1, cutoff=0.85)
+        fix = (
+            _to_write(instead_of[entry[0]], owner, repr(value)) if entry else f"The arguments are: {', '.join(known)}."
+        )
+        raise make_error(TypeError, wrong, fix=fix, argument=name)
 
 
 class LightningEnum(StrEnum):

@@ -485,7 +485,7 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
     bar.set_description(description, refresh=False)
     bar.postfix = None
     bar.total = convert_inf(total)  # ``reset(None)`` of tqdm keeps the old one
-    # Programs replace this module's ``Tqdm``, also by what is no class.
+    # Programs replace ``Tqdm`` in this module, some with a Mock, which is not a class.
     bar.reset(*([] if isinstance(bar, tqdm_bar.Tqdm) else [bar.total]))
 
 

@@ -283,7 +283,7 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
             if "restore data location" in str(error):
                 raise make_error(
                     ValueError,
-                    f"{path}: map_location={map_location!r} is no device of torch: {first_line(error)}.",
+                    f"{path}: map_location={map_location!r} is not a device that torch knows: {first_line(error)}.",
                     fix="Use map_location='cpu' or 'cuda'.",
                     argument="map_location",
                 ) from error

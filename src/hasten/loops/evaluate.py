@@ -94,7 +94,7 @@ def evaluate(
         source.tell_samplers(progress.current_epoch)
     if sanity:
         logged.loggers = ()
-    logged.start_epoch(stage, anew=False)
+    logged.start_epoch(stage, resets_values=False)
     # Within a fit, the x axis of steps continues from one validation to the next.
     logged.steps_before = run.evaluation.steps_before if fitting and not sanity else {}
     run.evaluation.stage, run.evaluation.began_at = stage, progress.evaluated

@@ -692,7 +692,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     logged, context = run.logged, run.logged.context_of(STEPS["training_step"])
     in_parts = micro_batches.enabled(run)
     training_step, backward = _training_step(run), _backward(run)
-    if run.runtime.several_processes and not micro_batches.enabled(run):
+    if run.runtime.several_processes and not in_parts:
         backward = run.runtime.engine.with_exchange(backward, run.wrapped)
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)

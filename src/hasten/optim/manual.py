@@ -33,8 +33,8 @@ class FirstGradients:
         if not found:
             self._warn(
                 "the first step() found no gradients.",
-                "Call zero_grad(), then manual_backward(loss), then step(). If so, the loss reaches none of its "
-                "parameters: look for detach(), or for another optimizer that is toggled.",
+                "Call zero_grad(), then manual_backward(loss), then step(). If they are called in this order, "
+                "the loss reaches none of its parameters: look for detach(), or for another optimizer that is toggled.",
             )
             return None
         # Its gradient is kept until the next step.

@@ -151,9 +151,13 @@ class _CurrentDDP:
 
     def exchanged_names(self) -> list[str]:
         """Return the names of the parameters whose gradients are exchanged, in the order of DDP."""
+        return [name for name, _ in self._reduced()]
+
+    def _reduced(self) -> list[tuple[str, nn.Parameter]]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
-        return [names[id(each)] for each in self._exchanged if names.get(id(each), "") not in ("", *ignored)]
+        named = [(names.get(id(each), ""), each) for each in self._exchanged]
+        return [(name, each) for name, each in named if name not in ("", *ignored)]
 
     def end(self) -> None:
         """Stop the exchange of gradients, whatever still refers to the DDP."""
@@ -174,9 +178,7 @@ class _CurrentDDP:
         for parameter in held:
             parameter.requires_grad = True
         self._exchanged = [parameter for parameter in self._parameters if parameter.requires_grad]
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = [each for name, each in self._module.named_parameters() if name not in ignored and each.requires_grad]
-        self.witness = min(named, key=nn.Parameter.numel, default=None)
+        self.witness = min((each for _, each in self._reduced()), key=nn.Parameter.numel, default=None)
         self.ddp = self._make()
         for parameter in held:
             parameter.requires_grad = False
@@ -451,8 +453,6 @@ class DDPEngine(StepEngine):
         advice += "requires_grad_(False)."
         if self.strategy._ddp_kwargs.get("find_unused_parameters"):
             advice = "What the step returns depends on them, and its loss does not: return only what the loss needs."
-        elif len(names) == len(exchanged):
-            advice = "Where a batch has nothing to learn from, return None from training_step."
         return make_error(
             RuntimeError,
             f"strategy={self.strategy.name!r}: in the last step of rank {self.strategy.global_rank}, "

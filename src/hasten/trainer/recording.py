@@ -109,10 +109,10 @@ def _records(trainer: Trainer) -> bool:
 
 def _path(trainer: Trainer) -> str | None:
     """Return where the record is written; None if files cannot grow there, and for loggers without a folder."""
-    logger = trainer.loggers[0]
-    # A Mock has no folder either.
-    places = (getattr(logger, "save_dir", None), getattr(logger, "log_dir", None))
-    if not isinstance(places[0] if places[0] is not None else places[1], str | os.PathLike):
+    given = getattr(trainer.loggers[0], "save_dir", None)
+    if given is None:
+        given = getattr(trainer.loggers[0], "log_dir", None)
+    if not isinstance(given, str | os.PathLike):  # None, or an attribute of a Mock.
         return None
     folder = os.path.dirname(default_folder(trainer))
     if is_url(folder):

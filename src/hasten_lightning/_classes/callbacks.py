@@ -10,7 +10,6 @@ from hasten_lightning.facades import Facade, exactly
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
-    from hasten.types import Batch, StepOutput
 
 
 class LambdaCallback(lambda_function.LambdaCallback, metaclass=Facade):
@@ -48,19 +47,11 @@ class OnExceptionCheckpoint(checkpoint.OnExceptionCheckpoint, metaclass=Facade):
 
 
 class BasePredictionWriter(prediction_writer.BasePredictionWriter, metaclass=Facade):
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        super().on_predict_batch_end(_with_run(trainer), pl_module, outputs, batch, batch_idx, dataloader_idx)
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_predict_batch_end(_with_run(trainer), *args, **kwargs)
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_predict_epoch_end(_with_run(trainer), pl_module)
+    def on_predict_epoch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_predict_epoch_end(_with_run(trainer), *args, **kwargs)
 
 
 def _with_run(trainer: Trainer) -> Trainer:
