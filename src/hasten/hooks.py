@@ -345,6 +345,14 @@ def _given_stage(listener: Call, stage: str) -> object:
     return listener(stage=stage)
 
 
+def _inner(function: Any) -> Any:
+    """Return the function that a decorator or a partial has wrapped; None for others."""
+    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        return wrapped
+    # Of partials only: any attribute of a Mock is another Mock, without end.
+    return function.func if isinstance(function, functools.partial) else None
+
+
 def redefines(owner: object, base: type, name: str) -> bool:
     """Return whether ``name`` is overridden; a wrapper around the default hook of the instance does not count.
 
@@ -354,8 +362,7 @@ def redefines(owner: object, base: type, name: str) -> bool:
     function = getattr(owner, "__dict__", {}).get(name, _ABSENT)
     if function is _ABSENT:
         return overrides(owner, base, name)
-    # Of partials only: any attribute of a Mock is another Mock, without end.
-    while inner := function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None):
+    while inner := _inner(function):
         function = inner
     return function is not None and getattr(function, "__func__", function) is not getattr(base, name, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 import hasten_lightning
+from hasten.hooks import redefines
+from hasten.module import LightningModule
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.refusals import refused
 
@@ -166,3 +169,15 @@ def test_errors_of_precisions_and_of_missing_packages() -> None:
         for kind in (MisconfigurationException, ModuleNotFoundError):
             with refused(kind, says="deepspeed"):
                 DeepSpeedStrategy()
+
+
+def test_a_partial_that_wraps_a_hook_of_the_base_overrides_nothing() -> None:
+    def watch(hook: Any, *arguments: Any) -> Any:
+        return hook(*arguments)
+
+    module = LightningModule()
+    own = module.transfer_batch_to_device
+    module.transfer_batch_to_device = functools.update_wrapper(functools.partial(watch, own), own)  # type: ignore[method-assign]
+    assert not redefines(module, LightningModule, "transfer_batch_to_device")
+    module.transfer_batch_to_device = functools.partial(watch, own)  # type: ignore[method-assign]
+    assert redefines(module, LightningModule, "transfer_batch_to_device")
