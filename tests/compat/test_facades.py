@@ -448,3 +448,12 @@ def test_a_trainer_of_a_program_sets_its_logger_before_it_is_made() -> None:
             super().__init__(**QUIETLY)
 
     assert Own().loggers == []
+
+
+def test_a_config_may_name_each_class_without_its_module() -> None:
+    originals = vars(importlib.import_module("hasten_lightning._classes.originals"))
+    for name in ("callbacks", "environments", "loggers"):
+        module = importlib.import_module(f"hasten_lightning._classes.{name}")
+        facades = {each for each in vars(module).values() if isinstance(each, Facade) and each.behind is not None}
+        assert facades
+        assert all(each.behind in originals.values() for each in facades)
