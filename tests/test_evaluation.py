@@ -96,8 +96,10 @@ def test_a_signal_ends_an_evaluation_after_the_batch_in_hand(call: str) -> None:
     class Signals(Modes):
         def validation_step(self, *arguments: Any) -> Any:
             super().validation_step(*arguments)
+            assert not self.trainer.received_sigterm
             if len(self.seen) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
+                assert self.trainer.received_sigterm
 
         test_step = predict_step = validation_step
 

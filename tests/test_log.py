@@ -392,7 +392,7 @@ def test_log_dict_and_metric_collections() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.metrics.update(batch)
             self.log_dict(self.metrics, on_step=False, on_epoch=True)
-            self.log_dict({"a": 1.0, "b": torch.tensor(2.0)})
+            self.log_dict({"a": 1.0, "b": torch.tensor(2.0), "c": np.ones(1)})  # type: ignore[dict-item]
             return self.weight * 1.0
 
     trainer = quiet()
@@ -400,7 +400,7 @@ def test_log_dict_and_metric_collections() -> None:
     metrics = trainer.callback_metrics
     assert metrics["t_mean"].item() == pytest.approx(3.6)
     assert metrics["t_max"].item() == 4.0
-    assert (metrics["a"], metrics["b"]) == (1.0, 2.0)
+    assert (metrics["a"], metrics["b"], metrics["c"]) == (1.0, 2.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class LoggedValue:
         if getattr(value, "size", 1) != 1:
             raise _not_scalar(self.name, value)
         if isinstance(value, bool) or hasattr(value, "__float__"):
-            return float(value)
+            return float(value.item() if getattr(value, "ndim", 0) else value)
         raise MisconfigurationException(
             f"self.log({self.name!r}, ...): cannot log a value of type {type(value).__name__}; "
             "give a number, a tensor of one element, or a torchmetrics.Metric.",

@@ -86,7 +86,8 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     @property
     def _results(self) -> Results | None:
         """The values of the running stage, and how they are named; None outside of a call, as in Lightning."""
-        return Results(self._logged) if self.state.status is TrainerStatus.RUNNING else None
+        running = self.state.status is TrainerStatus.RUNNING
+        return Results(self._logged, training=self.training) if running else None
 
     @property
     def _loggers(self) -> list[Any]:
@@ -104,6 +105,13 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     def _active_loop(self) -> Any:
         """The loop of the running stage; None outside of a call."""
         return self._logger_connector.active_loop
+
+    @property
+    def _evaluation_loop(self) -> Any:
+        """The loop of the evaluation that runs."""
+        if not self.evaluating:
+            raise RuntimeError("Trainer._evaluation_loop: no evaluation runs.")
+        return self._active_loop
 
     @property
     def _callback_connector(self) -> CallbackConnector:

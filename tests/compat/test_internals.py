@@ -451,6 +451,7 @@ def test_a_callback_reads_the_parts_of_a_trainer_that_lightning_keeps_to_itself(
             assert trainer._active_loop is trainer.fit_loop
             assert (trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop.total_batch_idx) == (batch_idx, batch_idx)
             seen["due"].append(trainer._logger_connector.should_update_logs)
+            assert trainer._results == {}
             trainer._logger_connector.log_metrics({"own": torch.tensor(float(batch_idx))})
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -458,6 +459,8 @@ def test_a_callback_reads_the_parts_of_a_trainer_that_lightning_keeps_to_itself(
             seen["validated"].append((loop._should_check_val_epoch(), loop._should_check_val_fx(None)))
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            assert trainer._evaluation_loop is trainer.fit_loop.epoch_loop.val_loop
+            assert trainer._results["validation_step.x"].meta.on_epoch
             assert trainer._logger_connector.metrics["callback"].keys() == trainer.callback_metrics.keys()
 
     options = {"accelerator": "cpu", "enable_checkpointing": False, "enable_progress_bar": False}
@@ -465,6 +468,8 @@ def test_a_callback_reads_the_parts_of_a_trainer_that_lightning_keeps_to_itself(
     logger = CSVLogger(tmp_path, name="")
     trainer = Trainer(**options, logger=logger, callbacks=Reads(), log_every_n_steps=2, enable_model_summary=False)
     assert trainer._active_loop is None
+    with pytest.raises(RuntimeError, match="no evaluation runs"):
+        trainer._evaluation_loop  # noqa: B018
     trainer.callbacks = trainer._callback_connector._reorder_callbacks(trainer.callbacks)
     trainer._callback_connector._attach_model_logging_functions()
     model = Logs()

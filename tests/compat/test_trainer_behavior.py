@@ -62,9 +62,9 @@ def test_advice_about_loaders_has_the_type_that_programs_silence(monkeypatch: py
     assert "val_dataloader does not have many workers" in texts
     assert "val_dataloader has shuffling enabled" in texts
     with warned(PossibleUserWarning, fix="pin_memory=False"):
-        quiet(reload_dataloaders_every_n_epochs=1, limit_train_batches=0).fit(Classifier(), kept)
+        quiet(reload_dataloaders_every_n_epochs=1, max_epochs=0).fit(Classifier(), kept)
     with warned(UserWarning, says="persistent_workers=True"):
-        quiet(limit_train_batches=0).fit(Classifier(), spawned)
+        quiet(max_epochs=0).fit(Classifier(), spawned)
 
 
 def test_last_means_the_file_of_that_name(tmp_path: Path) -> None:

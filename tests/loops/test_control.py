@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +55,31 @@ def run(**arguments: Any) -> tuple[Counting, L.Trainer]:
 )
 def test_validation_times(arguments: dict[str, Any], after: list[int]) -> None:
     assert run(**arguments)[0].validated_after == after
+
+
+class Stream:
+    """Three batches, whose number is not known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader(12))
+
+
+def test_batches_without_a_length_are_validated_at_the_end_of_an_epoch_also_if_epochs_do_not_count() -> None:
+    counting = Counting()
+    options = {"max_epochs": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    quiet(**options, callbacks=counting).fit(Classifier(), Stream(), loader())
+    assert counting.validated_after == [3, 6]
+
+
+class NoTrainingData(Classifier):
+    def train_dataloader(self) -> Any:
+        raise AssertionError("nothing is trained")
+
+
+def test_training_data_is_not_asked_for_where_nothing_is_trained() -> None:
+    trainer = quiet(limit_train_batches=0)
+    trainer.fit(NoTrainingData())
+    assert trainer.num_training_batches == math.inf
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,75 @@ def test_counters_of_the_fit_loop() -> None:
     loop = trainer.fit_loop
     assert loop.done
     assert not loop.restarting
+    assert not loop.epoch_loop.restarting
     assert loop.max_batches == 3
     assert loop.epoch_progress.current.processed == loop.epoch_progress.current.started == 2
     assert (loop.max_steps, loop.min_steps) == (-1, None)
+
+
+def test_counters_of_steps_within_a_batch() -> None:
+    seen: list[Any] = []
+
+    def note(hook: str, trainer: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        counts = loop.automatic_optimization.optim_progress.optimizer
+        step, cleared = counts.step.current, counts.zero_grad.total
+        reached = (loop._accumulated_batches_reached(), loop._num_ready_batches_reached())
+        seen.append((hook[3:], (step.ready, step.completed), (cleared.ready, cleared.completed), reached))
+
+    hooks = ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+    quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=watching(note, *hooks)).fit(Classifier(), loader(12))
+    assert seen == [
+        ("before_zero_grad", (0, 0), (1, 0), (False, False)),
+        ("before_backward", (0, 0), (1, 1), (False, False)),
+        ("train_batch_end", (0, 0), (1, 1), (False, False)),
+        ("before_backward", (1, 0), (1, 1), (True, False)),
+        ("before_optimizer_step", (1, 0), (1, 1), (True, False)),
+        ("train_batch_end", (1, 1), (1, 1), (True, False)),
+        ("before_zero_grad", (2, 1), (2, 1), (False, True)),
+        ("before_backward", (2, 1), (2, 2), (False, True)),
+        ("before_optimizer_step", (2, 1), (2, 2), (False, True)),
+        ("train_batch_end", (2, 2), (2, 2), (False, True)),
+    ]
+
+
+def test_counters_of_manual_steps_and_of_an_epoch_that_max_steps_ends() -> None:
+    seen: list[Any] = []
+
+    class TwoSteps(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            for _ in range(2):
+                self.manual_backward(self(batch[0]).sum())
+                optimizer.step()  # type: ignore[union-attr]
+
+    def note(_: str, trainer: Any) -> None:
+        steps = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        epochs = trainer.fit_loop.epoch_progress.current
+        seen.append((steps.current.ready, steps.current.completed, steps.total.ready, epochs.completed))
+
+    hooks = ("on_before_optimizer_step", "on_train_batch_end", "on_train_end")
+    quiet(max_epochs=-1, max_steps=6, callbacks=watching(note, *hooks)).fit(TwoSteps(), loader(8))
+    first = [(1, 0, 1, 0), (2, 1, 2, 0), (2, 2, 2, 0), (3, 2, 3, 0), (4, 3, 4, 0), (4, 4, 4, 0)]
+    assert seen == [*first, (1, 0, 5, 1), (2, 1, 6, 1), (2, 2, 6, 1), (2, 2, 6, 2)]
+
+
+def test_the_total_of_validation_batches_is_that_of_an_epoch() -> None:
+    seen: list[Any] = []
+
+    def note(hook: str, trainer: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        seen.append((loop.max_batches, loop.batch_progress.total.completed, loop.batch_progress.current.completed))
+
+    hooks = watching(note, "on_sanity_check_end", "on_train_start", "on_validation_end", "on_train_epoch_end")
+    options = {"num_sanity_val_steps": 1, "max_epochs": 2, "val_check_interval": 1, "callbacks": hooks}
+    trainer = quiet(**options)
+    assert not trainer.fit_loop.skip
+    trainer.fit(Several(), loader(8), [loader(8)])
+    epoch = [([2], 2, 2), ([2], 4, 2), ([2], 4, 2)]
+    assert seen == [([1], 1, 1), ([1], 1, 1), ([2], 0, 0), *epoch, *epoch]
 
 
 def test_limits_raised_between_two_fits_continue_the_run() -> None:

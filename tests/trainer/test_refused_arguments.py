@@ -69,6 +69,7 @@ MISSING: list[tuple[Any, str]] = [
     (lambda t: t.test(), "requires a `LightningModule`"),
     (lambda t: t.fit(Classifier(), loader(), ckpt_path="nowhere.ckpt"), r"nowhere\.ckpt"),
     (lambda t: t.fit(Classifier(), loader(), ckpt_path="best"), "best"),
+    (lambda t: t.test(Classifier(), loader(), ckpt_path=""), "best_model_path is empty"),
     (lambda t: t.fit(Classifier(), []), r"(?i)no batches|empty"),
     (lambda t: t.fit(Old(), loader()), "on_validation_epoch_end"),
 ]

@@ -46,8 +46,9 @@ def sanity_check(run: Run) -> None:
                 run.observers.watch("run_evaluation", evaluate)(run, run.data.validation)
         _warn_of_monitors(run)
         run.logged.on_row = on_row
-        run.evaluation.batches.clear()
         run.hooks.on_sanity_check_end()
+    run.evaluation.batches.clear()
+    run.progress.evaluated_before = run.progress.evaluated
     run.module_changes.after_sanity_check()
     run.logged.forget_callback_values()
 

@@ -264,8 +264,9 @@ def _explained_mesh(module: LightningModule) -> Iterator[None]:
 def _load_data(run: Run) -> None:
     """Load the training data and check what depends on it."""
     run.data.load = nothing
-    run.data.train.load()
-    run.runtime.engine.see_loaders(run.data.train.loaders)
+    if not run.data.train.is_switched_off:
+        run.data.train.load()
+        run.runtime.engine.see_loaders(run.data.train.loaders)
     check_fit(run)
 
 

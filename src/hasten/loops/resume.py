@@ -445,6 +445,9 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
         what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
         raise make_error(TypeError, what, argument="ckpt_path")
     text: str = os.fspath(ckpt_path)
+    if not text:
+        what = 'ckpt_path="": a ModelCheckpoint\'s best_model_path is empty until it has saved a checkpoint.'
+        raise make_error(ValueError, what, fix="Pass a path, or None.", argument="ckpt_path")
     if text == "last":
         last = find_last(trainer)
         if last is None:

@@ -79,6 +79,9 @@ class Progress:
     in_epoch = False
     # Batches that were evaluated or predicted, from which the watchdog sees that the run makes progress.
     evaluated = 0
+    # The same, and optimizer steps, before this epoch; None in the rest of one that a resumed run is in.
+    evaluated_before = 0
+    steps_before: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain data."""
@@ -86,6 +89,7 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
+        self.steps_before = None
         for counter in fields(self):
             setattr(self, counter.name, state.get(_KEYS.get(counter.name, counter.name), counter.default))
 
@@ -114,6 +118,7 @@ class Progress:
         """Begin the epoch after the one that ended."""
         if self.epoch_ended:
             self.epoch += 1
+        self.evaluated_before, self.steps_before = self.evaluated, self.global_step
         self.batch, self.accumulation_index = 0, 0
         self.epoch_ended, self.last_batch, self.post_batch_done, self.begun = False, False, True, False
 

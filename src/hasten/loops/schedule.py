@@ -111,7 +111,7 @@ class ValidationSchedule:
             return bool(run.runtime.broadcast(late))
         length = run.data.train.limit
         every = self.batches_between(length)
-        if self._every_n_epochs is None:
+        if self._every_n_epochs is None and not math.isinf(every):
             return progress.total_batches % every == 0
         if every >= length:
             return progress.last_batch

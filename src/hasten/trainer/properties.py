@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal as signals
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, overload
 
@@ -157,7 +158,13 @@ class TrainerView(RuntimeView, TrainerSettings):
     testing = _InStage(RunningStage.TESTING, "Whether test steps run.")
     predicting = _InStage(RunningStage.PREDICTING, "Whether prediction steps run.")
     sanity_checking = _InStage(RunningStage.SANITY_CHECKING, "Whether the validation sanity check runs.")
-    received_sigterm = ReadOnly[bool]("_received_sigterm", "Whether SIGTERM ended the run.")
+    received_sigterm = ReadOnly[bool](
+        lambda trainer: (
+            trainer._received_sigterm
+            or (trainer._run is not None and trainer._run.limits.stop.signal == signals.SIGTERM)
+        ),
+        "Whether SIGTERM has arrived, which ends the run after the batch in hand.",
+    )
     between_batches = ReadOnly[bool](
         "_between_batches", "Whether no batch is in progress, so that the state can be saved."
     )
@@ -423,7 +430,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     def _limits(self, name: str) -> list[float]:
         source = self._source(name)
         # Reading a property does not make loaders.
-        if source is None or not source.loaded or source.is_off():
+        if source is None or not source.loaded or source.is_switched_off:
             return []
         return [_whole(limit) for limit in source.all_limits()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,8 @@ class ResultMetric:
     is_tensor: bool
 
 
-class Results:
-    """The values of a stage.
+class Results(Mapping[str, ResultMetric]):
+    """The values of a stage, by the name of the hook and of the value: ``"training_step.loss"``.
 
     Args:
         logged: of the run.
@@ -57,27 +57,40 @@ class Results:
     # The ending of their names where there are several loaders.
     DATALOADER_SUFFIX = "/dataloader_idx_{}"
 
-    def __init__(self, logged: LoggedValues) -> None:
-        self._logged = logged
+    def __init__(self, logged: LoggedValues, *, training: bool) -> None:
+        self._logged, self.training = logged, training
+
+    def __getitem__(self, key: str) -> ResultMetric:
+        return self._by_name()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name())
+
+    def __len__(self) -> int:
+        return len(self._by_name())
 
     @property
     def result_metrics(self) -> list[ResultMetric]:
         """What was logged, by hook and name."""
-        return [
-            ResultMetric(
-                Metadata(
-                    each.row.name,
-                    each.name,
-                    each.prog_bar,
-                    each.logger,
-                    each.on_step,
-                    each.on_epoch,
-                    Sync(each.options is not None and each.options.sync_dist),
-                ),
-                is_tensor=each.metric is None,
+        return list(self.values())
+
+    def _by_name(self) -> dict[str, ResultMetric]:
+        found = {}
+        for each in self._logged.all_values():
+            if (each.row.stage == "train") != self.training:
+                continue
+            loader = each.loader_suffix.replace("/dataloader_idx_", ".")
+            meta = Metadata(
+                each.row.name + loader,
+                each.name,
+                each.prog_bar,
+                each.logger,
+                each.on_step,
+                each.on_epoch,
+                Sync(each.options is not None and each.options.sync_dist),
             )
-            for each in self._logged.all_values()
-        ]
+            found[f"{each.row.name}.{each.name}{loader}"] = ResultMetric(meta, is_tensor=each.metric is None)
+        return found
 
 
 class LoggerConnector:

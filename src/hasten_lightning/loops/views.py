@@ -80,6 +80,10 @@ class Loop:
         """Whether the loop continues from a checkpoint."""
         return self.restarting
 
+    def on_iteration_done(self) -> None:
+        """Note that a batch is done: from here on the loop does not continue from a checkpoint."""
+        self._restarting = False
+
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return what the loop adds to a checkpoint itself; nothing by default."""
         return {}
@@ -189,9 +193,18 @@ class AutomaticOptimization(LoopView):
     @property
     def optim_progress(self) -> OptimizationCounts:
         """The optimizer's steps, in the run and in this epoch."""
-        steps = _steps(self._trainer, automatic=True)
-        total, current = steps.total.completed, steps.current.completed
-        zero_grad = LoopCounts(Started(total, total, total), Started(current, current, current))
+        steps = _steps(self._trainer, self._hook, automatic=True)
+        run, hook = self._trainer._run, self._hook
+        # Gradients are cleared once in each accumulation, before its first backward.
+        in_first = hook in _IN_STEP and run is not None and run.window.is_start
+        begun = self._trainer.progress.accumulation_index > 0 or in_first
+        done = begun and not (in_first and hook in ("training_step", "on_before_zero_grad"))
+        ready = done or (in_first and hook == "on_before_zero_grad")
+
+        def cleared(steps: int) -> Started:
+            return Started(ready=steps + ready, completed=steps + done, started=steps + done)
+
+        zero_grad = LoopCounts(cleared(steps.total.completed), cleared(steps.current.completed))
         return OptimizationCounts(OptimizerCounts(steps, zero_grad))
 
 
@@ -203,7 +216,7 @@ class ManualOptimization(LoopView):
     @property
     def optim_step_progress(self) -> LoopCounts:
         """The steps of all optimizers, in the run and in this epoch."""
-        return _steps(self._trainer, automatic=False)
+        return _steps(self._trainer, self._hook, automatic=False)
 
 
 class TrainingEpochLoop(LoopView):
@@ -277,6 +290,15 @@ class TrainingEpochLoop(LoopView):
         run = self._trainer._run
         return run is not None and not run.window.is_end
 
+    def _accumulated_batches_reached(self) -> bool:
+        """Return whether the number of batches begun in this epoch is a multiple of ``accumulate_grad_batches``."""
+        return self.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
+
+    def _num_ready_batches_reached(self) -> bool:
+        """Return whether the current batch is the last of its epoch."""
+        batches = self.batch_progress
+        return batches.is_last_batch or batches.current.ready == self._trainer.num_training_batches
+
     def _should_check_val_epoch(self) -> bool:
         """Return whether validation may be due in this epoch."""
         run = self._trainer._run
@@ -338,11 +360,10 @@ class FitLoop(SourceLoop):
     def epoch_progress(self) -> LoopCounts:
         """The epochs that have begun and that are complete."""
         trainer, progress = self._trainer, self._trainer.progress
-        # An epoch in which max_steps is reached counts as complete when fit has ended.
-        done = progress.epochs_done + (progress.mid_epoch and trainer.state.status is TrainerStatus.FINISHED)
-        completed = progress.epoch if progress.in_epoch else done
-        begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else progress.epochs_done
-        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else done
+        # An epoch in which max_steps is reached counts as complete.
+        completed = progress.current_epoch
+        begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else completed
+        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else completed
 
         def assign(name: str, value: int) -> None:
             if name not in ("completed", "processed"):
@@ -365,7 +386,8 @@ class FitLoop(SourceLoop):
     @property
     def skip(self) -> bool:
         """Whether there is nothing to train."""
-        return self.done or super().skip
+        has_run = self._trainer._run is not None
+        return self.done or self._trainer.limit_train_batches == 0 or (has_run and super().skip)
 
     @property
     def restarting(self) -> bool:
@@ -414,12 +436,18 @@ class FitLoop(SourceLoop):
         return {"combined_loader": states} if states else {}
 
 
-def _steps(trainer: TrainerView, *, automatic: bool) -> LoopCounts:
+def _steps(trainer: TrainerView, hook: str, *, automatic: bool) -> LoopCounts:
     """Return the steps of the optimizers, in the run and in this epoch; none if the module optimizes otherwise."""
     module = trainer._module
     is_automatic = module is None or module.automatic_optimization
     counts = (trainer.progress.global_step, _steps_of_epoch(trainer)) if automatic == is_automatic else (0, 0)
-    total, current = (ReadyCompleted(count, count) for count in counts)
+    run = trainer._run
+    if is_automatic:
+        begun = hook in _IN_STEP and run is not None and run.window.is_end
+    else:
+        begun = hook == "on_before_optimizer_step"
+    ahead = automatic == is_automatic and begun and trainer.training
+    total, current = (ReadyCompleted(count + ahead, count) for count in counts)
 
     def assign(name: str, value: int) -> None:
         # Of automatic and manual optimization one always has no steps, and does not set those of the other to 0.
@@ -433,16 +461,18 @@ def _steps(trainer: TrainerView, *, automatic: bool) -> LoopCounts:
 def _steps_of_epoch(trainer: TrainerView) -> int:
     """Return the optimizer steps of this epoch, as far as they follow from its batches."""
     progress, run = trainer.progress, trainer._run
+    if progress.steps_before is not None and (progress.in_epoch or progress.batch):
+        return progress.global_step - progress.steps_before
     size = 1 if run is None else run.window.accumulate_grad_batches
     steps = math.ceil(progress.batch / size) if progress.last_batch else progress.batch // size
     return min(steps, progress.global_step)
 
 
 # The hooks and steps between fetching a batch and moving the counters.
-_IN_BATCH = frozenset({
-    "on_train_batch_start", "training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step",
+_IN_STEP = frozenset({
+    "training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
 })  # fmt: skip
+_IN_BATCH = _IN_STEP | {"on_train_batch_start"}
 
 
 class EvaluationLoop(SourceLoop):
@@ -467,14 +497,16 @@ class EvaluationLoop(SourceLoop):
         ahead = hook.endswith(("_batch_start", "_step"))
         begun, after = hook.endswith("_step"), hook.endswith("_batch_end")
 
-        def count() -> Processed:
+        def count(done: int) -> Processed:
             return Processed(
                 ready=done + ahead + after, completed=done, started=done + begun + after, processed=done + after
             )
 
-        return BatchCounts(
-            count(), count(), bool(mine and done + 1 >= sum(self.max_batches) and (done or ahead or after))
-        )
+        progress = self._trainer.progress
+        # Within fit, the total is that of all validations of an epoch.
+        total = progress.evaluated - progress.evaluated_before if mine and self._in_fit else done
+        is_last = bool(mine and done + 1 >= sum(self.max_batches) and (done or ahead or after))
+        return BatchCounts(count(total), count(done), is_last)
 
     def run(self) -> list[dict[str, float]]:
         """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
@@ -489,8 +521,9 @@ class EvaluationLoop(SourceLoop):
 
     @property
     def max_batches(self) -> list[float]:
-        """Batches of each loader."""
-        return self._trainer._limits(self._name)
+        """Batches of each loader, in the sanity check those of it."""
+        trainer = self._trainer
+        return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer._limits(self._name)
 
     @property
     def num_dataloaders(self) -> int:
@@ -556,7 +589,7 @@ class PredictionLoop(EvaluationLoop):
     def return_predictions(self) -> bool:
         """Whether the call returns predictions."""
         run = self._trainer._run
-        return run is None or run.evaluation.returns_predictions
+        return run is not None and run.evaluation.returns_predictions
 
     @property
     def predictions(self) -> list[Any]:
