@@ -460,6 +460,12 @@ def set_deterministic(deterministic: bool | str | None, *, benchmark: bool | Non
     """
     if deterministic and benchmark is None:
         benchmark = False
+    elif deterministic and benchmark:
+        rank_zero_warn(
+            f"deterministic={deterministic!r}, benchmark=True: cuDNN takes the algorithm that is fastest in this run, "
+            "and another one in the next.",
+            fix="Leave benchmark out.",
+        )
     if benchmark is not None:
         torch.backends.cudnn.benchmark = bool(benchmark)
     if deterministic is None:

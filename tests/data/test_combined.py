@@ -145,6 +145,10 @@ def test_lists_of_batches_and_limits() -> None:
     assert [batch for batch, _, _ in combined] == [0, 0]
     with refused(ValueError, says=("1 limits", "2 loaders")):
         combined.limits = [1]
+    for mode, length in (("min_size", 1), ("max_size", 2), ("max_size_cycle", 2)):
+        combined = CombinedLoader([range(2), range(3)], mode)
+        combined.limits = [1, 2]
+        assert len(combined) == length
     # No batch more is fetched, and a loader without one is not begun.
     begun = Begun()
     batches = iter(range(5))

@@ -21,7 +21,7 @@ from hasten.loggers import CSVLogger
 from hasten.plugins import LayerSync, TorchSyncBatchNorm
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, Several, loader, quiet, same_weights
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 def test_fast_dev_run_runs_programs_that_write_to_their_logger(tmp_path: Path, monkeypatch: Any) -> None:
@@ -192,7 +192,8 @@ def test_deterministic_and_benchmark_are_torchs_own_settings() -> None:
     # Timings differ from run to run.
     assert settings(deterministic=True) == (True, False, False, ":4096:8")
     assert settings() == (True, False, False, ":4096:8")
-    assert settings(deterministic="warn", benchmark=True) == (True, True, True, ":4096:8")
+    with warned(UserWarning, says="benchmark=True", fix="Leave benchmark out"):
+        assert settings(deterministic="warn", benchmark=True) == (True, True, True, ":4096:8")
     assert settings(deterministic=False, benchmark=False)[:3] == (False, False, False)
     assert settings(deterministic=0, benchmark=False)[:3] == (False, False, False)  # As from a command line.
 

@@ -325,12 +325,12 @@ def test_devices_types_samplers_and_names() -> None:
     assert list(enums.AcceleratorRegistry) == ["cpu", "cuda", "mps", "tpu"]
     assert len(enums.AcceleratorRegistry) == 4
     strategies, accelerators = enums.StrategyRegistry, enums.AcceleratorRegistry
-    strategies.register("Own", SingleDeviceStrategy, "mine", device="cpu")
+    strategies.register("Own", SingleDeviceStrategy, "mine", device="cpu", accelerator=CPUAccelerator())
     accelerators.register("own")(CPUAccelerator)
     try:
         assert type(Trainer(strategy="own", accelerator="own", logger=False).strategy) is SingleDeviceStrategy
         assert strategies.get("Own").root_device.type == "cpu"
-        assert strategies["Own"]["init_params"] == {"device": "cpu"}
+        assert strategies["Own"]["init_params"].keys() == {"device", "accelerator"}
         with refused(ValueError, says="override=True"):
             strategies.register("Own", SingleDeviceStrategy)
         with refused(TypeError, says="ABCMeta"):

@@ -121,9 +121,8 @@ class CombinedLoader:
 
     def __len__(self) -> int:
         lengths = [length_of(leaf) for leaf in self._leaves]
-        if self._mode == "sequential":
-            at_most = [lengths, map(_stop, self._limits or [None] * len(lengths))]
-            lengths = [joint_length("min_size", list(pair)) for pair in zip(*at_most, strict=True)]
+        at_most = [lengths, map(_stop, self._limits or [None] * len(lengths))]
+        lengths = [joint_length("min_size", list(pair)) for pair in zip(*at_most, strict=True)]
         length = joint_length(self._mode, lengths)
         if length is None:
             raise _NoLengthError("This CombinedLoader has no length: not all of its loaders have one.")

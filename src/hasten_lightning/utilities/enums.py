@@ -96,7 +96,7 @@ class Registry(dict[str, dict[str, Any]]):
         """
         if not isinstance(name, str):
             raise TypeError(f"register({name!r}): the name of a class is a string, not {type(name).__name__}.")
-        if (strategy := init_params.pop("accelerator", strategy)) is None:
+        if (strategy := init_params.pop(self._kind, strategy)) is None:
             return lambda kind: self.register(name, kind, description, override, **init_params)
         if name in self and not override:
             raise MisconfigurationException(
