@@ -76,11 +76,18 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         return int(bool(self.min_steps)) if given is None and self.state.fn is TrainerFn.FITTING else given
 
     def _shown_val_check_batch(self) -> float | None:
-        loaded = self._run is not None and self._run.data.train.loaded
-        return super().val_check_batch if loaded else None
+        counts = self._run is not None and self._run.data.train.loaded
+        return super().val_check_batch if counts and not self._run.data.validation_schedule.per_batch else None
+
+    def _set_val_check_batch(self, batches: float) -> None:
+        self.val_check_interval = batches
 
     min_epochs: Any = property(_shown_min_epochs, doc="Epochs to train at least; a number as soon as fit has begun.")
-    val_check_batch: Any = property(_shown_val_check_batch, doc="Batches between two validations; None before fit.")
+    val_check_batch: Any = property(
+        _shown_val_check_batch,
+        _set_val_check_batch,
+        doc="Batches between two validations; None before fit, and where time counts.",
+    )
     gradient_clip_algorithm: Any = Setting("How gradients are clipped, in Lightning's type.", convert=_algorithm)
 
     @property

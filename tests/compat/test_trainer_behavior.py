@@ -285,5 +285,10 @@ def test_limits_and_clipping_show_as_lightnings_values() -> None:
     trainer.fit(Clips(), loader(8))
     assert {type(algorithm) for algorithm, *_ in seen} == {GradClipAlgorithmType}
     assert seen[0] == ("value", 0, len(seen))
+    trainer.val_check_batch = 2
+    assert trainer.val_check_interval == 2
+    trainer.val_check_interval = {"hours": 1}
+    trainer.fit(Clips(), loader(8))
+    assert trainer.val_check_batch is None
     trainer.gradient_clip_algorithm = "norm"
     assert trainer.gradient_clip_algorithm is GradClipAlgorithmType.NORM

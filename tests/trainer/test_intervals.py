@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,25 @@ def test_checkpoints(options: Any, saved: list[int], tmp_path: Any) -> None:
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **options)
     quiet(max_epochs=2, enable_checkpointing=True, callbacks=checkpoint).fit(Classifier(), loader(40))
     assert sorted(int(path.stem.removeprefix("step=")) for path in tmp_path.iterdir()) == saved
+
+
+def test_the_time_before_training_does_not_count_for_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, validated_after = [0.0], list[int]()
+    monkeypatch.setattr("hasten.loops.schedule.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Slow(Classifier):
+        def setup(self, stage: str) -> None:
+            clock[0] += 100
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock[0] += 4
+
+        def on_validation_start(self) -> None:
+            validated_after.append(self.trainer.global_step)
+
+    options = {"max_epochs": 1, "val_check_interval": timedelta(seconds=10), "num_sanity_val_steps": 0}
+    quiet(**options).fit(Slow(), loader(32), loader(4))
+    assert validated_after == [3, 6]
 
 
 def test_checkpoint_intervals_that_contradict_each_other() -> None:

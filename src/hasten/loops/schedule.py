@@ -66,6 +66,7 @@ class ValidationSchedule:
         """
         interval = self._interval
         if isinstance(interval, Period):
+            self._last_seconds = time.monotonic()  # What came before training does not count.
             return
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
