@@ -244,9 +244,10 @@ class Runtime:
             function = self.strategy.engine.make_forward(function, wrapped)
         elif module is not None and not training:
             function = self.strategy.engine.make_evaluation_forward(function, module)
-        converts_input = "convert_input" in self._changed
-        converts_output = convert_outputs and "convert_output" in self._changed
-        has_context = "forward_context" in self._changed
+        changed = self._changed.union(vars(self.precision))  # A program may also assign a method to the object.
+        converts_input = "convert_input" in changed
+        converts_output = convert_outputs and "convert_output" in changed
+        has_context = "forward_context" in changed
         if not (converts_input or converts_output or has_context):
             return function
         precision, inner = self.precision, function
@@ -254,7 +255,8 @@ class Runtime:
 
         def bound(*args: Any, **kwargs: Any) -> Any:
             if converts_input:
-                args, kwargs = precision.convert_input(args), precision.convert_input(kwargs)
+                args = precision.convert_input(args)
+                kwargs = precision.convert_input(kwargs) if kwargs else kwargs
             if has_context:
                 with context:
                     output = inner(*args, **kwargs)

@@ -204,6 +204,13 @@ def test_what_a_step_calls_can_be_called_by_itself() -> None:
         scaled.unscale_gradients(fused)
 
 
+def test_a_method_that_is_assigned_to_a_precision_is_called() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.precision_plugin.convert_input = convert = Mock(side_effect=lambda data: data)  # type: ignore[method-assign]
+    trainer.fit(Classifier(), loader(8))
+    assert convert.call_count == trainer.global_step == 2
+
+
 @pytest.mark.parametrize("name", ["16-true", "bf16-true", "32-true", "bf16-mixed"])
 def test_formats_of_sharded_parameters(name: Any) -> None:
     precision = FSDPPrecision(name, device="cpu")
