@@ -97,6 +97,20 @@ def test_counters_of_manual_steps_and_of_an_epoch_that_max_steps_ends() -> None:
     assert seen == [*first, (1, 0, 5, 1), (2, 1, 6, 1), (2, 2, 6, 1), (2, 2, 6, 2)]
 
 
+class EndsEpochs(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+def test_the_batch_at_which_a_hook_ends_the_epoch_has_been_reached() -> None:
+    trainer = quiet(max_epochs=2)
+    trainer.fit(EndsEpochs(), loader(16))
+    loop = trainer.fit_loop
+    assert (loop.batch_idx, loop.total_batch_idx, trainer.global_step) == (2, 5, 4)
+    batches = loop.epoch_loop.batch_progress.current
+    assert (batches.ready, batches.completed) == (3, 2)
+
+
 def test_the_total_of_validation_batches_is_that_of_an_epoch() -> None:
     seen: list[Any] = []
 

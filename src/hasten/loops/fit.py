@@ -899,10 +899,11 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
 
 def _skip_rest_of_epoch(epoch: EpochSettings) -> None:
     """End the epoch because on_train_batch_start returned -1. An open accumulation is dropped."""
-    run = epoch.run
+    run, progress = epoch.run, epoch.run.progress
     if epoch.several_processes:
         skip_epoch(run)
-    run.progress.last_batch = run.window.is_last_batch = True
+    progress.last_batch = run.window.is_last_batch = progress.is_cut = True
+    progress.cut_epochs += 1
     run.window.weight = None
     if run.schedulers:
         schedule.step(run, stepped=False)

@@ -82,6 +82,8 @@ class Progress:
     # The same, and optimizer steps, before this epoch; None in the rest of one that a resumed run is in.
     evaluated_before = 0
     steps_before: int | None = None
+    # Epochs that on_train_batch_start has ended, and whether it has ended this one.
+    cut_epochs, is_cut = 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain data."""
@@ -118,7 +120,7 @@ class Progress:
         """Begin the epoch after the one that ended."""
         if self.epoch_ended:
             self.epoch += 1
-        self.evaluated_before, self.steps_before = self.evaluated, self.global_step
+        self.evaluated_before, self.steps_before, self.is_cut = self.evaluated, self.global_step, False
         self.batch, self.accumulation_index = 0, 0
         self.epoch_ended, self.last_batch, self.post_batch_done, self.begun = False, False, True, False
 

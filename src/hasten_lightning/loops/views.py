@@ -262,19 +262,26 @@ class TrainingEpochLoop(LoopView):
         ahead = trainer.training and hook in _IN_BATCH and progress.post_batch_done
         begun, after = ahead and hook != "on_train_batch_start", trainer.training and hook == "on_train_batch_end"
 
-        def count(done: int) -> Processed:
-            return Processed(ready=done + ahead, completed=done - after, started=done + begun, processed=done)
+        def count(done: int, cut: int) -> Processed:
+            # The batch at which on_train_batch_start ends an epoch is never complete.
+            return Processed(
+                ready=done + ahead + cut, completed=done - after, started=done + begun, processed=done + cut
+            )
 
         return BatchCounts(
-            count(progress.total_batches).tell(lambda _, value: setattr(progress, "total_batches", value)),
-            count(progress.batch).tell(lambda _, value: setattr(progress, "batch", value)),
+            count(progress.total_batches, progress.cut_epochs).tell(
+                lambda _, value: setattr(progress, "total_batches", value)
+            ),
+            count(progress.batch, progress.is_cut).tell(lambda _, value: setattr(progress, "batch", value)),
             trainer.is_last_batch,
         )
 
     @property
     def scheduler_progress(self) -> SchedulerCounts:
         """The steps of learning-rate schedulers, in the run and in this epoch."""
-        configs = self._trainer.lr_scheduler_configs
+        module = self._trainer._module
+        # In manual optimization, the module makes them.
+        configs = [] if module is None or not module.automatic_optimization else self._trainer.lr_scheduler_configs
         total = sum(torch_private.steps_of_scheduler(config.scheduler) for config in configs)
         current = sum(map(self._current_steps, configs))
         return SchedulerCounts(ReadyCompleted(total, total), ReadyCompleted(current, current))
