@@ -76,8 +76,9 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         return int(bool(self.min_steps)) if given is None and self.state.fn is TrainerFn.FITTING else given
 
     def _shown_val_check_batch(self) -> float | None:
-        counts = self._run is not None and self._run.data.train.loaded
-        return super().val_check_batch if counts and not self._run.data.validation_schedule.per_batch else None
+        run = self._run
+        counts = run is not None and run.data.train.loaded and not run.data.validation_schedule.per_batch
+        return super().val_check_batch if counts else None
 
     def _set_val_check_batch(self, batches: float) -> None:
         self.val_check_interval = batches

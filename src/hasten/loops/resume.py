@@ -440,14 +440,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
         if not fits or not _failed_before(trainer):
             return None
         ckpt_path = "last"
-    given: Any = ckpt_path
-    if not isinstance(given, (str, os.PathLike)):
-        what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
-        raise make_error(TypeError, what, argument="ckpt_path")
-    text: str = os.fspath(ckpt_path)
-    if not text:
-        what = 'ckpt_path="": a ModelCheckpoint\'s best_model_path is empty until it has saved a checkpoint.'
-        raise make_error(ValueError, what, fix="Pass a path, or None.", argument="ckpt_path")
+    text = _text_of(ckpt_path)
     if text == "last":
         last = find_last(trainer)
         if last is None:
@@ -487,6 +480,16 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
         raise make_error(
             FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
         )
+    return text
+
+
+def _text_of(given: Any) -> str:
+    if not isinstance(given, (str, os.PathLike)):
+        what = f"ckpt_path={reprlib.repr(given)}: use a path, 'best', 'last' or None, not {type(given).__name__}."
+        raise make_error(TypeError, what, argument="ckpt_path")
+    if not (text := os.fspath(given)):
+        what = 'ckpt_path="": a ModelCheckpoint\'s best_model_path is empty until it has saved a checkpoint.'
+        raise make_error(ValueError, what, fix="Pass a path, or None.", argument="ckpt_path")
     return text
 
 
