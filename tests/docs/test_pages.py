@@ -77,6 +77,20 @@ def test_pages_are_short() -> None:
     assert {page: found for page, found in words.items() if found > MOST_WORDS} == {}, "make two pages of it"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_size_that_a_page_names_is_that_of_the_tree(page: str) -> None:
+    lines = sum(len(path.read_bytes().splitlines()) for path in (ROOT / "src").rglob("*.py"))
+    tests = sum(
+        len(re.findall(rb"^ *(?:async )?def test_", path.read_bytes(), re.MULTILINE))
+        for path in (ROOT / "tests").rglob("test_*.py")
+    )
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.search(r"about ([\d,]+) lines of Python \([^)]*\),? (?:and )?([\d,]+) tests", text)
+    assert named is not None
+    for found, count in zip(named.groups(), (lines, tests), strict=True):
+        assert int(found.replace(",", "")) == pytest.approx(count, rel=0.05)
+
+
 def test_sentences_are_told_apart() -> None:
     text = (
         "---\ntitle: A b\n---\n# Title\n\nOne is, e.g. this\none. `Two. Three.` is [a link](x.md). 4 is last.\n\n"
