@@ -68,8 +68,7 @@ def assert_same_bits(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(weight, other.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("rows", [FEW, MANY])
-@pytest.mark.parametrize("compile", [True, "step"])
+@pytest.mark.parametrize(("compile", "rows"), [(True, FEW), (True, MANY), ("step", MANY)])
 def test_two_runs_are_equal(compile: Any, rows: int) -> None:
     assert_same_bits(trained(Model(rows), compile), trained(Model(rows), compile))
 
@@ -79,8 +78,9 @@ def test_two_runs_that_read_rows_by_an_index_are_equal(rows: int) -> None:
     assert_same_bits(trained(Picking(rows), True), trained(Picking(rows), True))
 
 
-@pytest.mark.parametrize("options", [{"padding_idx": 3}, {"padding_idx": 3, "scale_grad_by_freq": True}])
-@pytest.mark.parametrize("rows", [FEW, MANY])
+@pytest.mark.parametrize(
+    ("rows", "options"), [(FEW, {"padding_idx": 3, "scale_grad_by_freq": True}), (MANY, {"padding_idx": 3})]
+)
 def test_options_of_embeddings(rows: int, options: dict[str, Any]) -> None:
     plain, compiled = trained(Model(rows, **options), None), trained(Model(rows, **options), True)
     for name, weight in plain.state_dict().items():
