@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.names import did_you_mean, refuse_unknown
+from hasten._lib.names import refuse_unknown
 from hasten._lib.optional import need
 from hasten.extend.origin import comes_from, full_name
 from hasten_lightning import environment
@@ -163,14 +163,8 @@ def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]
             )
     if open_ended:
         return dropped
-    if facade in environment.OWNERS:
-        refuse_unknown(unknown, init, facade)
-    name = next(iter(unknown))
-    raise make_error(
-        TypeError,
-        f"{facade}.__init__() got an unexpected keyword argument {name!r}.",
-        fix=f"{did_you_mean(name, [each for each in known if each != 'self'])}",
-    )
+    refuse_unknown(unknown, init, facade)
+    return set()
 
 
 def accepted(facade: Facade, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def test_facades_pickle_and_forward_what_they_get() -> None:
         DDPStrategy(model_averaging_period=2)
     assert MixedPrecision("bf16-mixed", "cpu").device == "cpu"
     assert LambdaCallback(lambda *_: 3).setup(None, None, None) == 3  # type: ignore[func-returns-value]
-    with refused(TypeError, says="'on_setup'"):
+    with refused(TypeError, "on_setup", fix="setup"):
         LambdaCallback(on_setup=print)
 
 

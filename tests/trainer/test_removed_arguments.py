@@ -13,7 +13,11 @@ from torch.utils.data import DataLoader
 
 import hasten
 import hasten as L
+from hasten import callbacks as cb
 from hasten.accelerators import HPUAccelerator
+from hasten.cli import LightningCLI
+from hasten.loggers import CSVLogger
+from hasten.tuner import Tuner
 from tests.batching.sequences import Padded
 from tests.models import Classifier, dataset, loader, quiet
 from tests.refusals import refused
@@ -132,6 +136,34 @@ def test_the_line_for_an_argument_that_a_fabric_does_not_have_works(name: str, v
     # Samples of different lengths, which lengths have to do with.
     names["loader"] = DataLoader(Padded(), 4) if name == "batching" else loader()
     execute(text, fabric=fabric, **names)
+
+
+@pytest.mark.parametrize(
+    ("make", "unknown", "fix"),
+    [
+        (cb.ModelCheckpoint, "save_topk", "save_top_k"),
+        (cb.ModelCheckpoint, "save_best_only", "save_top_k=1"),
+        (cb.ModelCheckpoint, "period", "every_n_epochs=1"),
+        (cb.EarlyStopping, "restore_best_weights", "ckpt_path='best'"),
+        (cb.LearningRateMonitor, "logging_intervals", "logging_interval"),
+        (CSVLogger, "save_dirs", "save_dir"),
+        (LightningCLI, "model", "model_class"),
+        (lambda **given: quiet().fit(Classifier(), **given), "train_dataloader", "train_dataloaders"),
+        (lambda **given: quiet().fit(Classifier(), **given), "epochs", "Trainer(max_epochs=1)"),
+        (lambda **given: quiet().test(Classifier(), **given), "test_dataloaders", "trainer.test(dataloaders=1)"),
+        (lambda **given: L.Fabric().setup(nn.Linear(2, 2), **given), "optimizers", "first, second"),
+        (lambda **given: L.Fabric().setup_dataloaders(**given), "dataloader", "setup_dataloaders(dataloader)"),
+        (lambda **given: Tuner(quiet()).lr_find(Classifier(), **given), "lr_min", "min_lr"),
+    ],
+)
+def test_unknown_arguments_of_other_calls_are_answered_by_the_nearest(make: Any, unknown: str, fix: str) -> None:
+    with refused(TypeError, unknown, fix=fix):
+        make(**{unknown: 1})
+
+
+def test_a_call_on_the_class_says_to_make_an_object() -> None:
+    with refused(TypeError, fix="Trainer(...).fit(...)"):
+        L.Trainer.fit(Classifier(), loader())  # type: ignore[arg-type]
 
 
 def test_an_accelerator_that_is_not_here_says_what_is() -> None:

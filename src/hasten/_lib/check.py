@@ -311,6 +311,7 @@ def is_mock(value: object) -> bool:
 def _annotated(function: Any) -> list[tuple[str, str, tuple[type, ...], object]]:
     """Return name, annotation, its classes and default of the arguments of a function that ``declared`` checks."""
     found = []
+    function = inspect.unwrap(function)
     for name, one in inspect.signature(function).parameters.items():
         # Under Lightning's names annotations are classes, and programs are taken as they are.
         is_one = isinstance(one.annotation, str) and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)

@@ -9,12 +9,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, StrEnum
-from typing import ParamSpec, Self
+from typing import ParamSpec, Self, TypeVar
 
 from hasten._lib.errors import make_error
 from hasten.extend.origin import ROOTS
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -34,7 +35,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 def _nearest(name: str, choices: tuple[str, ...]) -> str | None:
     # A name of one letter is similar to every short name.
     lowered = {choice.lower(): choice for choice in choices if len(choice) > 1 or len(name) == 1}
-    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
+    # lr_min is min_lr.
+    found = [each for each in lowered if sorted(each.split("_")) == sorted(name.lower().split("_"))]
+    found = found or difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
 
@@ -165,9 +168,11 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
         return False
 
 
-# -- unknown arguments of Trainer and Fabric: what to write instead
+# -- unknown arguments: what to write instead
 
 _LEAVE = "Leave it out."
+# Longer values are not repeated in messages.
+_WIDE = 60
 _ABSENT_DEVICE = "hasten does not train on it. Write {owner}(accelerator='auto')."
 _GPUS = "Write {owner}(accelerator='gpu', devices={value}); without GPUs {owner}(accelerator='cpu')."
 _TPUS = "Write {owner}(accelerator='tpu', devices={value})."
@@ -304,25 +309,81 @@ _OF_FABRIC = {
 }
 
 
-def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Return a decorator for ``__init__`` of Trainer or Fabric that refuses unknown arguments by ``refuse_unknown``.
+# Those of others have the names that Keras or transformers give them.
+_EVALUATION = {"test_dataloaders": "=dataloaders", "val_dataloaders": "=dataloaders", "dm": "=datamodule"}
+_INSTEAD: dict[str, dict[str, str]] = {
+    "Trainer": _OF_BOTH | _OF_TRAINER,
+    "Fabric": _OF_BOTH | _OF_FABRIC,
+    "Trainer.fit": {
+        "callbacks": "Write Trainer(callbacks={value}).",
+        "checkpoint": "=ckpt_path",
+        "dm": "=datamodule",
+        "epochs": "Write Trainer(max_epochs={value}).",
+        "max_epochs": "Write Trainer(max_epochs={value}).",
+        "resume_from_checkpoint": "=ckpt_path",
+    },
+    "Trainer.validate": _EVALUATION,
+    "Trainer.test": _EVALUATION,
+    "Trainer.predict": _EVALUATION,
+    "Fabric.setup": {
+        "optimizer": "Write model, optimizer = fabric.setup(model, optimizer).",
+        "optimizers": "Write model, first, second = fabric.setup(model, first, second).",
+    },
+    "Fabric.setup_dataloaders": {
+        "dataloader": "Write fabric.setup_dataloaders(dataloader).",
+        "dataloaders": "Write fabric.setup_dataloaders(first, second).",
+        "replace_sampler": "=use_distributed_sampler",
+    },
+    "ModelCheckpoint": {
+        "every_n_steps": "=every_n_train_steps",
+        "every_n_val_epochs": "=every_n_epochs",
+        "filepath": "Write ModelCheckpoint(dirpath=..., filename=...).",
+        "metric": "=monitor",
+        "monitor_mode": "=mode",
+        "path": "=dirpath",
+        "patience": "Write EarlyStopping(monitor='val_loss', patience={value}).",
+        "period": "=every_n_epochs",
+        "prefix": "Write ModelCheckpoint(filename=...), with the prefix.",
+        "save_best": "Write ModelCheckpoint(monitor='val_loss', save_top_k=1).",
+        "save_best_only": "Write ModelCheckpoint(monitor='val_loss', save_top_k=1).",
+    },
+    "EarlyStopping": {
+        "delta": "=min_delta",
+        "metric": "=monitor",
+        "restore_best_weights": (
+            "Write Trainer(callbacks=[EarlyStopping(monitor='val_loss'), ModelCheckpoint(monitor='val_loss')]), and "
+            "trainer.test(ckpt_path='best')."
+        ),
+    },
+}
+
+
+def without_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a method refuse unknown arguments by ``refuse_unknown``, and its call on the class instead of an object.
 
     Type checkers and editors see the arguments that there are, and no ``**kwargs``.
     """
+    name, owner = function.__name__, function.__qualname__.removesuffix(".__init__")
+    known = frozenset(_by_name(function))
 
-    def decorated(init: Callable[_P, None]) -> Callable[_P, None]:
-        known = frozenset(inspect.signature(init).parameters)
+    @functools.wraps(function)
+    def checked(*args: _P.args, **given: _P.kwargs) -> _R:
+        if not known.issuperset(given):
+            unknown = {name: value for name, value in given.items() if name not in known}
+            refuse_unknown(unknown, function, owner)
+        if not args or not hasattr(args[0], name):
+            kind = owner.partition(".")[0]
+            what = f"{owner}() was called on the class, and not on a {kind}."
+            raise make_error(TypeError, what, fix=f"Write {kind}(...).{name}(...).")
+        return function(*args, **given)
 
-        @functools.wraps(init)
-        def checked(*args: _P.args, **given: _P.kwargs) -> None:
-            if not known.issuperset(given):
-                unknown = {name: value for name, value in given.items() if name not in known}
-                refuse_unknown(unknown, init, owner)
-            init(*args, **given)
+    return checked
 
-        return checked
 
-    return decorated
+def _by_name(function: Callable[..., object]) -> list[str]:
+    """Return the arguments of a function that can be given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_POSITIONAL]
 
 
 def instead_of_removed(name: str) -> str:
@@ -334,11 +395,13 @@ def instead_of_removed(name: str) -> str:
         "Write Trainer(accelerator='gpu', devices=...); without GPUs Trainer(accelerator='cpu')."
 
     """
-    return _to_write((_OF_BOTH | _OF_TRAINER).get(name, ""), "Trainer", "...")
+    return _to_write(_INSTEAD["Trainer"].get(name, ""), "Trainer", "...")
 
 
 def _to_write(instead: str, owner: str, value: str) -> str:
     """Return an entry of the tables above for an argument that was given this value."""
+    if "." in owner:
+        owner = owner[0].lower() + owner[1:]
     if instead.startswith("="):
         instead = f"Write {{owner}}({instead[1:]}={{value}})."
     return instead.format(owner=owner, value=value)
@@ -349,25 +412,25 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
 
     Args:
         unknown: the arguments, with their values.
-        function: the function that was called.
-        owner: "Trainer" or "Fabric".
+        function: the method that was called.
+        owner: its name with its class, without ``.__init__``: "Trainer" or "Trainer.fit".
 
     Raises:
         TypeError: ``unknown`` is not empty.
 
     """
-    instead_of = _OF_BOTH | (_OF_TRAINER if owner == "Trainer" else _OF_FABRIC)
+    called = owner if "." in owner else f"{owner}.__init__"
+    instead_of = _INSTEAD.get(owner, {})
     for name, value in unknown.items():
-        wrong = f"{owner}.__init__() got an unexpected keyword argument {name!r}."
-        known = [each for each in inspect.signature(function).parameters if each != "self"]
+        wrong = f"{called}() got an unexpected keyword argument {name!r}."
+        known = [each for each in _by_name(function) if each != "self" and each[0] != "_"]
         near = nearest(name, known)
         if name not in instead_of and near is not None:
             raise make_error(TypeError, wrong, fix=f"Did you mean {near!r}?", argument=name)
         # What stands there is of another kind for each name, so only a slip leads to it.
         entry = difflib.get_close_matches(name, instead_of, n=1, cutoff=0.85)
-        fix = (
-            _to_write(instead_of[entry[0]], owner, repr(value)) if entry else f"The arguments are: {', '.join(known)}."
-        )
+        shown = repr(value) if len(repr(value)) < _WIDE and "<" not in repr(value) else "..."
+        fix = _to_write(instead_of[entry[0]], owner, shown) if entry else f"The arguments are: {', '.join(known)}."
         raise make_error(TypeError, wrong, fix=fix, argument=name)
 
 

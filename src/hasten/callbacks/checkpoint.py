@@ -18,7 +18,7 @@ from hasten._lib import check
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
-from hasten._lib.names import defined_by_program
+from hasten._lib.names import defined_by_program, without_unknown
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import (
@@ -193,6 +193,7 @@ class ModelCheckpoint(Checkpoint):
     _writer: BackgroundWriter | None = None
     _names_aside: dict[str, Any]
 
+    @without_unknown
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

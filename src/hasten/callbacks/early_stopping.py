@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean_value
+from hasten._lib.names import did_you_mean_value, without_unknown
 from hasten._lib.rank_zero import log, rank_zero_info, rank_zero_warn
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
@@ -74,6 +74,7 @@ class EarlyStopping(Callback):
     mode_dict: ClassVar[dict[str, Callable[..., Tensor]]] = {"min": torch.lt, "max": torch.gt}
     order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
 
+    @without_unknown
     def __init__(
         self,
         monitor: str,

@@ -9,7 +9,7 @@ from torch import nn
 
 from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.checkpoint.files import is_plain
 from hasten.module.callback import Callback
@@ -302,6 +302,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     """
 
+    @without_unknown
     def __init__(
         self,
         unfreeze_backbone_at_epoch: int = 10,

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import defined_by_program
+from hasten._lib.names import defined_by_program, without_unknown
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import use_hooks
@@ -58,6 +58,7 @@ class LearningRateMonitor(Callback):
 
     """
 
+    @without_unknown
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] | None = None,

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg
 from hasten._lib import check, torch_private
 from hasten._lib.device import as_device
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, is_absent
 from hasten.checkpoint.snapshots import showing
@@ -535,6 +535,7 @@ class StochasticWeightAveraging(WeightAveraging):
     # The averages of the parameters in ``_named``, or of the parts of them that this process holds.
     _average_model: nn.ParameterList | None  # type: ignore[assignment]
 
+    @without_unknown
     def __init__(
         self,
         swa_lrs: float | list[float],

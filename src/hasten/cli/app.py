@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import VERSION
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import without_unknown
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.cli.hyperparameters import from_config, instantiated, with_checkpoint
 from hasten.cli.optimizers import (
@@ -80,6 +81,7 @@ class LightningCLI:
 
     """
 
+    @without_unknown
     def __init__(
         self,
         model_class: type[LightningModule] | Callable[..., LightningModule] | None = None,

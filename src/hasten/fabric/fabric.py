@@ -116,7 +116,7 @@ class Fabric(RuntimeView):
 
     """
 
-    @without_unknown("Fabric")
+    @without_unknown
     def __init__(
         self,
         *,
@@ -269,6 +269,7 @@ class Fabric(RuntimeView):
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Scheduler | None = None,
         move_to_device: bool = True, _reapply_compile: bool = True,
     ) -> tuple[Any, ...]: ...  # fmt: skip
+    @without_unknown
     def setup(
         self,
         module: nn.Module,
@@ -347,6 +348,7 @@ class Fabric(RuntimeView):
     def setup_dataloaders(
         self, *dataloaders: DataLoader[T], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> list[DataLoader[T]]: ...
+    @without_unknown
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:

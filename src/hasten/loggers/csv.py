@@ -19,6 +19,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.files import file_system, remove_abandoned, replacing
+from hasten._lib.names import without_unknown
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.elsewhere import conventions
 from hasten.loggers.base import as_dict, with_prefix
@@ -261,6 +262,7 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
 
     """
 
+    @without_unknown
     def __init__(
         self,
         save_dir: str | os.PathLike[str],

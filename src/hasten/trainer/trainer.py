@@ -172,7 +172,7 @@ class Trainer(TrainerView):
 
     """
 
-    @without_unknown("Trainer")
+    @without_unknown
     def __init__(
         self,
         *,
@@ -358,6 +358,7 @@ class Trainer(TrainerView):
 
     # -- the four calls
 
+    @without_unknown
     def fit(
         self,
         model: LightningModule,
@@ -397,6 +398,7 @@ class Trainer(TrainerView):
         ):
             self._call(TrainerFn.FITTING, model, datamodule, loaders, ckpt_path, weights_only, _fit)
 
+    @without_unknown
     def validate(
         self,
         model: LightningModule | None = None,
@@ -428,6 +430,7 @@ class Trainer(TrainerView):
         body = functools.partial(evaluate_and_print, testing=False, verbose=verbose)
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
+    @without_unknown
     def test(
         self,
         model: LightningModule | None = None,
@@ -441,6 +444,7 @@ class Trainer(TrainerView):
         body = functools.partial(evaluate_and_print, testing=True, verbose=verbose)
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
+    @without_unknown
     def predict(
         self,
         model: LightningModule | None = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import without_unknown
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.callbacks.finders import BatchSizeFinder, LearningRateFinder
 from hasten.elsewhere import conventions
@@ -58,6 +59,7 @@ class Tuner:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
+    @without_unknown
     def scale_batch_size(
         self,
         model: LightningModule,
@@ -116,6 +118,7 @@ class Tuner:
         self._show(search, model, datamodule)
         return size
 
+    @without_unknown
     def lr_find(
         self,
         model: LightningModule,
