@@ -382,11 +382,16 @@ def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
         quiet().fit(OfANumber(), loader())
     with warned(UserWarning, says=("head.weight, head.bias",), fix="configure_optimizers"):
         quiet().fit(BeforeItsHead(), loader())
+    with warned(UserWarning, says=("learning rate of SGD is 0", "no weight"), fix="lr=1e-3"):
+        quiet().fit(Classifier(lr=0.0), loader())
+
+    class Ramp(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * (batch_idx == 0)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = Classifier()
-        model.hparams.lr = 0.0
-        quiet().fit(model, loader())
+        quiet().fit(Ramp(lr=0.0), loader(16), loader(4))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.callbacks import EarlyStopping, ModelCheckpoint
+from hasten.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
 from hasten.loggers import CSVLogger
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, Manual, dataset, loader, quiet
 from tests.refusals import refused, warned
 
 
@@ -352,6 +354,112 @@ def test_a_name_that_only_sounds_like_an_accuracy_is_not_warned_of() -> None:
             EarlyStopping(name, mode=mode)
     with warned(UserWarning, fix="mode='max'"):
         EarlyStopping("val_acc5", mode="min")
+
+
+class FlagOfLayer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad = False  # type: ignore[assignment]
+
+
+class NearFlag(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.layers.parameters():
+            parameter.required_grad = False  # type: ignore[attr-defined]
+
+
+class StaysInEvalMode(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.eval()
+        return super().training_step(batch, batch_idx)
+
+
+class ClipsTooEarly(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.clip_gradients(self.optimizers(), 0.5)
+        super().training_step(batch, batch_idx)
+
+
+class OnPlateau(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_acc"}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_acc", 0.5)
+
+
+class Headed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.layers, nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), 0.1)
+
+
+class NeverResets(Classifier):
+    def __init__(self, resets: bool = False) -> None:
+        super().__init__()
+        self.acc, self.resets = torchmetrics.Accuracy(task="binary"), resets
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.acc.update(batch[1], batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("acc", self.acc.compute())
+        if self.resets:
+            self.acc.reset()
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks", "fix"),
+    [
+        (FlagOfLayer, [], "self.layers.requires_grad_(False)"),
+        (NearFlag, [], "requires_grad = False"),
+        (StaysInEvalMode, [], "self.train()"),
+        (ClipsTooEarly, [], "between backward and step"),
+        (OnPlateau, [], "mode='max'"),
+        (Headed, [BackboneFinetuning(unfreeze_backbone_at_epoch=2)], "earlier"),
+        (Classifier, [ModelCheckpoint(every_n_epochs=3)], "more often"),
+        (NeverResets, [], "self.acc.reset()"),
+    ],
+)
+def test_what_changes_nothing_is_said(model: Any, callbacks: list[Any], fix: str, tmp_path: Path) -> None:
+    with warned(UserWarning, fix=fix):
+        fit = quiet(callbacks=callbacks, max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path).fit
+        fit(model(), loader())
+
+
+def test_what_changes_something_is_not_said(tmp_path: Path) -> None:
+    saves: Any = {"callbacks": ModelCheckpoint(tmp_path, every_n_epochs=2), "enable_checkpointing": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(max_epochs=2, **saves).fit(NeverResets(resets=True), loader(), loader(4))
+        quiet(max_epochs=2, callbacks=BackboneFinetuning(1)).fit(Headed(), loader(), loader(4))
+
+
+def test_an_attribute_that_is_nearly_one_of_the_trainer_is_named() -> None:
+    trainer = quiet()
+    trainer.shoud_stop, trainer.callback, trainer.best = True, [], 0.5  # type: ignore[attr-defined]
+    with warned(UserWarning, fix="trainer.should_stop = True") as said:
+        trainer.fit(Classifier(), loader())
+    assert len([one for one in said if "trainer." in str(one.message)]) == 1
+
+
+def test_predictions_in_another_order_are_said_where_they_are_returned() -> None:
+    data = DataLoader(dataset(8), 4, shuffle=True)
+    with warned(UserWarning, fix="shuffle=False"):
+        quiet().predict(Classifier(), data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet().predict(Classifier(), data, return_predictions=False)
 
 
 def test_checkpoints_that_do_not_fit_are_told_apart(tmp_path: Path) -> None:

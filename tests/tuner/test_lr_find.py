@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -206,3 +207,25 @@ def test_fast_dev_run_skips() -> None:
         assert tuner.scale_batch_size(Classifier()) is None
     with warned(UserWarning, says="lr_find"):
         assert tuner.lr_find(Classifier()) is None
+
+
+def test_a_rate_that_the_optimizer_does_not_take_is_said_by_the_fit() -> None:
+    class Fixed(Classifier):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    class Scaled(Fixed):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), self.lr / 10)
+
+    for kind in (Fixed, Scaled):
+        model = kind()
+        swept(model, num_training=20, update_attr=True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            quiet().fit(model, loader())
+        assert [getattr(each.message, "fix", "") for each in said] == (
+            ["Write lr=self.lr in configure_optimizers, or update_attr=False in lr_find."] if kind is Fixed else []
+        )

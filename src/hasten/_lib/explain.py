@@ -419,7 +419,10 @@ def _misses_init(kind: type, name: str) -> bool:
     return (
         own is not None
         and "__init__" not in names_in(own)
-        and any(is_builtin(base) and name in names_in(vars(base).get("__init__", own)) for base in kind.__mro__[1:])
+        and any(
+            is_builtin(base) and name in names_in(inspect.unwrap(vars(base).get("__init__", own)))
+            for base in kind.__mro__[1:]
+        )
     )
 
 

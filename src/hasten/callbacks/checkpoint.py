@@ -354,6 +354,12 @@ class ModelCheckpoint(Checkpoint):
         self._source.start(trainer)
         if self._last_checkpoint_saved and begins_anew(trainer):
             self._begin_ranking()
+        if (0 < trainer.max_epochs < self._every_n_epochs) and self.save_top_k and not self.save_last:
+            rank_zero_warn(
+                f"ModelCheckpoint(every_n_epochs={self._every_n_epochs}): nothing is saved in the epochs of "
+                f"Trainer(max_epochs={trainer.max_epochs}).",
+                fix="Save more often.",
+            )
         if not trainer.is_global_zero or not self.dirpath:
             return
         others = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))

@@ -358,7 +358,10 @@ def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged
     return MonitorNotLogged(
         f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: logged so far is "
         f"{listed}.",
-        fix=f"{did_you_mean_value(name, known)} Log it with self.log({name!r}, ...), or monitor another value.",
+        fix=(
+            f"{did_you_mean_value(name, known)} Log it with self.log({name!r}, ..., on_epoch=True), or monitor another "
+            "value."
+        ),
         argument="monitor",
     )
 

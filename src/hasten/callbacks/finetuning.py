@@ -347,6 +347,12 @@ class BackboneFinetuning(BaseFinetuning):
                     fix=f"{did_you_mean('backbone', parts)} Assign the module to finetune to self.backbone.",
                 )
             self.previous_backbone_lr = None
+            if trainer.max_epochs > 0 and self.unfreeze_backbone_at_epoch >= trainer.max_epochs:
+                rank_zero_warn(
+                    f"BackboneFinetuning(unfreeze_backbone_at_epoch={self.unfreeze_backbone_at_epoch}): epochs count "
+                    f"from 0, and with Trainer(max_epochs={trainer.max_epochs}) the backbone stays frozen.",
+                    fix="Unfreeze it earlier, or train for more epochs.",
+                )
         super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:

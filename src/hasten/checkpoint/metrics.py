@@ -14,13 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.extend.origin import comes_from
 
 # The attributes that objects had when their first fit began, by id. The program makes the objects, so a checkpoint
 # holds only what has changed since.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+
+
+_GO_ON = ("torchmetrics.aggregation", "torchmetrics.wrappers")
+# How many epochs are looked at for metrics that are not reset.
+_EPOCHS = 3
 
 
 class ModuleMetrics:
@@ -35,6 +40,40 @@ class ModuleMetrics:
     def __init__(self, module: nn.Module, start_again: Callable[[], set[int]]) -> None:
         self._module = module
         self._start_again = start_again
+        # Updates of metrics that were computed, by id: when an epoch ended, and those that had them still when the
+        # next one began. Only the first epochs are looked at.
+        self._ended: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+        self._epochs = 0
+
+    def begin_epoch(self) -> None:
+        """Note which metrics have been computed and not reset when an epoch of training begins."""
+        if self._ended:
+            counts = {id(metric): metric._update_count for _, metric in metrics_of(self._module) if _is_metric(metric)}
+            self._begun = {key: count for key, count in self._ended.items() if counts.get(key) == count}
+
+    def end_epoch(self) -> None:
+        """Warn of those that have been updated and computed again since: their values mix the epochs."""
+        self._epochs += 1
+        if self._epochs > _EPOCHS:
+            return
+        self._ended, never_reset, logged = {}, [], self._start_again()
+        for name, metric in metrics_of(self._module):
+            # Others go on over all epochs, such as the best value so far.
+            if not _is_metric(metric) or id(metric) in logged or comes_from(type(metric), *_GO_ON):
+                continue
+            if metric._computed is not None:
+                count = self._ended[id(metric)] = metric._update_count
+                if count > self._begun.get(id(metric), count):
+                    never_reset.append(name)
+        if never_reset:
+            self._epochs = _EPOCHS
+            rank_zero_warn(
+                f"{type(self._module).__name__} calls compute() of {', '.join(never_reset[:6])} after each epoch, and "
+                "reset() never: the value is that of all epochs so far.",
+                PossibleUserWarning,
+                fix=f"Write self.{never_reset[0]}.reset() after compute(), or give the metric itself to self.log.",
+            )
 
     def remember(self) -> None:
         """Remember the attributes of the metrics before training changes them; once for each."""

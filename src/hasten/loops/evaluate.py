@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from hasten._lib.device import is_host
-from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
 from hasten.compile.cuda_graphs import recorded_steps
+from hasten.data.loader_parts import is_plain_shuffle, sampler_of
 from hasten.hooks import STEPS, nothing, overrides, redefines
 from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
@@ -379,6 +381,17 @@ def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
             (hooks.on_test_model_train if testing else hooks.on_validation_model_train)()
 
 
+def _warn_of_shuffled(source: StageData) -> None:
+    for loader in source.loaders:
+        if isinstance(loader, DataLoader) and is_plain_shuffle(sampler_of(loader)):
+            rank_zero_warn(
+                "The predict dataloader's sampler has shuffling enabled: the predictions come in another order than "
+                "the samples of the dataset.",
+                PossibleUserWarning,
+                fix="Write DataLoader(..., shuffle=False).",
+            )
+
+
 def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     """Predict on every batch; return the outputs by batch (a list of lists with several loaders).
 
@@ -409,6 +422,8 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_start()
             hooks.on_predict_epoch_start()
             keeps = return_predictions or run.evaluation.keeps_predictions
+            if return_predictions and not run.evaluation.keeps_predictions:
+                _warn_of_shuffled(run.data.predict)
             fetches = takes_iterator(module.predict_step)
             for loader_idx in range(len(run.data.predict.load())):
                 outputs.append([])

@@ -652,6 +652,9 @@ class FirstEpoch:
         # Before the epoch: the steps so far, and how often torch had changed each trained parameter in place.
         self._steps = 0
         self._versions: list[tuple[nn.Parameter, int]] = []
+        # Whether the module was in train mode then, and a copy of a parameter where the learning rate was 0.
+        self._training = True
+        self._still: tuple[nn.Parameter, Tensor] | None = None
 
     def expect(self, parameters: Mapping[int, nn.Parameter]) -> None:
         """Note the parameters of the module, by id, when its optimizers were made."""
@@ -686,10 +689,20 @@ class FirstEpoch:
         known, self._known = self._known, {}
         self._steps = run.progress.global_step
         self._versions = [(parameter, _version_of(parameter, module)) for parameter in trained.values()]
+        if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
+            lr_find.warn_of_fixed_rate(run)
+        self._training = module.training
+        if self._versions and _has_no_rate(run):
+            self._still = self._versions[0][0], self._versions[0][0].detach().clone()
         found: list[str] = []
         own: set[int] = set()
+        for parameter in trained.values():
+            if vars(parameter):
+                _warn_of_near_flag(module, parameter)
         for name, part in module.named_modules():
             own.update(map(id, part._parameters.values()))
+            if "requires_grad" in vars(part):
+                _warn_of_flag(module, name, part, trained)
             # Normalization layers may keep their statistics on purpose.
             idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if idle and not trained.keys().isdisjoint(map(id, part.parameters(recurse=False))):
@@ -725,7 +738,11 @@ class FirstEpoch:
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
             _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps)
-        self._versions = []
+            if self._still is not None and run.progress.global_step > self._steps and _has_no_rate(run):
+                _warn_of_no_rate(run, *self._still)
+            if self._training and not run.module.training:
+                _warn_of_eval_mode(run.module)
+        self._versions, self._still = [], None
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
         by_hand = run.optimizers and not (run.module.automatic_optimization or run.arguments.fast_dev_run)
@@ -771,6 +788,54 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
             f"{name}: {len(later)} parameters ({shown}) are not trained. No optimizer has them, and the one that "
             "__init__ makes has parameters of the layers before them.",
             fix="Make it in configure_optimizers, or after all layers; requires_grad_(False) where that is meant.",
+        )
+
+
+def _has_no_rate(run: Run) -> bool:
+    rates = [group.get("lr") for optimizer in run.optimizers for group in getattr(optimizer, "param_groups", ())]
+    return not run.schedulers and bool(rates) and all(isinstance(rate, float | int) and not rate for rate in rates)
+
+
+def _warn_of_no_rate(run: Run, parameter: nn.Parameter, before: Tensor) -> None:
+    if torch.equal(parameter, before):
+        rank_zero_warn(
+            f"{type(run.module).__name__}: the learning rate of {type(run.optimizers[0]).__name__} is 0, and the "
+            "steps of the first epoch have changed no weight.",
+            fix="Use a rate above 0 in configure_optimizers, such as lr=1e-3.",
+        )
+
+
+def _warn_of_eval_mode(module: nn.Module) -> None:
+    """Warn of a step or hook that has left the whole module in eval mode, where that changes what layers do."""
+    kinds = (nn.Dropout, nn.Dropout2d, torch_private.NormBase)
+    if any(isinstance(part, kinds) and not part.training for part in module.modules()):
+        rank_zero_warn(
+            f"{type(module).__name__} is in eval mode after the first epoch, and was in train mode before: dropout is "
+            "off, and batch norm keeps its statistics.",
+            PossibleUserWarning,
+            fix="Write self.train() after self.eval(); if it is meant, call self.eval() in on_train_start.",
+        )
+
+
+def _warn_of_near_flag(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Warn of an attribute of a parameter that is nearly ``requires_grad``: it freezes nothing."""
+    for key in get_close_matches("requires_grad", vars(parameter), cutoff=0.85):
+        if vars(parameter)[key] is False:
+            warn_once(
+                f"flag {key} {type(module)}",
+                f"{type(module).__name__}: a parameter has the attribute {key} = False, which torch does not read: the "
+                "parameter is trained.",
+                fix="Write requires_grad = False.",
+            )
+
+
+def _warn_of_flag(module: nn.Module, name: str, part: nn.Module, trained: Mapping[int, nn.Parameter]) -> None:
+    """Warn of ``layer.requires_grad = False``, which is an attribute of the layer and freezes nothing."""
+    if vars(part)["requires_grad"] is False and not trained.keys().isdisjoint(map(id, part.parameters())):
+        owner = ".".join(filter(None, (type(module).__name__, name)))
+        rank_zero_warn(
+            f"{owner}.requires_grad = False sets an attribute of the module, and its parameters are trained.",
+            fix=f"Write {'.'.join(filter(None, ('self', name)))}.requires_grad_(False).",
         )
 
 

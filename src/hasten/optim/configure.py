@@ -164,6 +164,10 @@ def _scheduler(returned: Any, where: str, *, automatic: bool, needs_step: bool) 
             category=RuntimeWarning,
         )
     config.reduce_on_plateau = entry.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    if automatic and isinstance(scheduler, ReduceLROnPlateau) and isinstance(config.monitor, str):
+        from hasten.callbacks.early_stopping import warn_of_mode
+
+        warn_of_mode(type(scheduler).__name__, config.monitor, scheduler.mode)
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise MisconfigurationException(
             f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given.",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from hasten import arguments as table
 from hasten._lib.durations import Period
 from hasten._lib.errors import make_error
+from hasten._lib.rank_zero import warn_once
 from hasten.types import Duration
 
 if TYPE_CHECKING:
@@ -129,6 +131,17 @@ class TrainerSettings:
         if run is None or not run.data.train.loaded:
             return math.inf
         return run.data.validation_schedule.batches_between(run.data.train.limit)
+
+    def _warn_of_near_names(self) -> None:
+        """Warn of attributes that are nearly those that a Trainer reads, such as ``shoud_stop``."""
+        for name, value in vars(self).items():
+            if name[0] != "_" and isinstance(value, (bool, int, float)):
+                known = ["should_stop", *(key for key in vars(TrainerSettings) if key[0] != "_")]
+                for near in ["should_stop"] if name == "stop_training" else get_close_matches(name, known, 1, 0.85):
+                    instead = "trainer.should_stop = True" if near == "should_stop" else f"Trainer({near}={value!r})"
+                    warn_once(
+                        f"assigned {name}", f"trainer.{name} was set, which nothing reads.", fix=f"Write {instead}."
+                    )
 
     def _change(self, name: str, value: Any) -> None:
         self._arguments = table.changed(self._arguments, name, value)

@@ -718,6 +718,7 @@ class Trainer(TrainerView):
         """End a run: on_fit_end, teardown, close loggers and loaders."""
         if self.state.fn is TrainerFn.FITTING:
             run.hooks.on_fit_end()
+            self._warn_of_near_names()
         self._release(run, "success")
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import need
-from hasten._lib.rank_zero import log, rank_zero_info
+from hasten._lib.rank_zero import log, rank_zero_info, rank_zero_warn
 from hasten.elsewhere import conventions
 from hasten.loops.fit import train
 from hasten.module.callback import Callback
@@ -240,6 +241,27 @@ def result_of(run: Run) -> LRFinder:
     found = next(each.found for each in run.module.trainer.callbacks if isinstance(each, SweepAtStart))
     assert found is not None
     return found
+
+
+# What Tuner.lr_find has set, by module: the attribute, its value, and the rates of the optimizer before.
+TUNED: WeakKeyDictionary[LightningModule, tuple[str, float, list[float]]] = WeakKeyDictionary()
+
+
+def rates(run: Run) -> list[float]:
+    """Return the initial learning rates of all groups."""
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    return [float(group.get("initial_lr", group["lr"])) for group in groups]
+
+
+def warn_of_fixed_rate(run: Run) -> None:
+    """Warn if the optimizer has the rates that it had before ``lr_find`` set another one."""
+    name, found, before = TUNED.pop(run.module, ("", 0.0, []))
+    if before and found not in before and rates(run) == before:
+        owner = type(run.module).__name__
+        rank_zero_warn(
+            f"Tuner.lr_find() has set {name} of {owner} to {found:.3g}, and the optimizer still has lr={before[0]:g}.",
+            fix=f"Write lr=self.{name} in configure_optimizers, or update_attr=False in lr_find.",
+        )
 
 
 def set_rate(run: Run, rate: float) -> None:

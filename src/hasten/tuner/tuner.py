@@ -177,6 +177,8 @@ class Tuner:
         self._show(search, model, datamodule)
         suggestion = found.suggestion() if update_attr and value is not None else None
         if value is not None and suggestion is not None:
+            if search.run is not None and value.get() != suggestion:
+                lr_find.TUNED[model] = value.name, suggestion, lr_find.rates(search.run)
             value.set(suggestion)
         return found
 
