@@ -418,6 +418,40 @@ class NeverResets(Classifier):
             self.acc.reset()
 
 
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+
+
+class StepsTwice(Scheduled):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        return super().training_step(batch, batch_idx)
+
+
+class WithoutSteps(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class IntervalOutside(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        return {"optimizer": optimizer, "lr_scheduler": schedule, "interval": "step"}
+
+
+class NearHook(Classifier):
+    def on_val_epoch_end(self) -> None: ...
+
+
+class EmptyBackward(Classifier):
+    def backward(self, loss: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("model", "callbacks", "fix"),
     [
@@ -429,10 +463,15 @@ class NeverResets(Classifier):
         (Headed, [BackboneFinetuning(unfreeze_backbone_at_epoch=2)], "earlier"),
         (Classifier, [ModelCheckpoint(every_n_epochs=3)], "more often"),
         (NeverResets, [], "self.acc.reset()"),
+        (StepsTwice, [], "automatic_optimization = False"),
+        (WithoutSteps, [], "T_max=self.trainer.estimated_stepping_batches"),
+        (IntervalOutside, [], """{"scheduler": scheduler, "interval": 'step'}"""),
+        (NearHook, [], "on_validation_epoch_end"),
+        (EmptyBackward, [], "must call loss.backward()"),
     ],
 )
 def test_what_changes_nothing_is_said(model: Any, callbacks: list[Any], fix: str, tmp_path: Path) -> None:
-    with warned(UserWarning, fix=fix):
+    with warned((UserWarning, RuntimeWarning), fix=fix):
         fit = quiet(callbacks=callbacks, max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path).fit
         fit(model(), loader())
 
@@ -443,6 +482,41 @@ def test_what_changes_something_is_not_said(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         quiet(max_epochs=2, **saves).fit(NeverResets(resets=True), loader(), loader(4))
         quiet(max_epochs=2, callbacks=BackboneFinetuning(1)).fit(Headed(), loader(), loader(4))
+        quiet(max_epochs=2).fit(Scheduled(), loader(), loader(4))
+
+
+class Configured(Classifier):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        if self.how == "pair":
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if self.how == "layer":
+            return torch.optim.SGD(self.layers, 0.1)  # type: ignore[arg-type]
+        if self.how == "loader":
+            return len(self.trainer.train_dataloader)  # type: ignore[arg-type]
+        if self.how == "datamodule":
+            return self.trainer.datamodule.classes  # type: ignore[union-attr]
+        return torch.optim.SGD(self.state_dict(), 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("pair", "[optimizer], [scheduler]"),
+        ("layer", ".parameters()"),
+        ("state", ".parameters()"),
+        ("loader", "estimated_stepping_batches"),
+        ("datamodule", "trainer.fit(model, datamodule=...)"),
+    ],
+)
+def test_an_error_of_configure_optimizers_has_the_line_to_write(how: str, said: str) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)) as caught:
+        quiet().fit(Configured(how), loader())
+    assert said in str(caught.value) + notes(caught.value)
 
 
 def test_an_attribute_that_is_nearly_one_of_the_trainer_is_named() -> None:

@@ -384,9 +384,22 @@ def _without_init(kind: type) -> str:
     return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."
 
 
+def _none_for_loader(_: re.Match[str], place: _Place) -> str:
+    if "trainer." not in place.line():
+        return ""
+    return "The Trainer has no loaders yet: self.trainer.estimated_stepping_batches is the number of steps."
+
+
+def _parameters_of_layer(_: re.Match[str], place: _Place) -> str:
+    given = place.frames[-1].f_locals.get("params") if place.frames else None
+    return "Give the optimizer parameters: write .parameters() after the layer." if isinstance(given, nn.Module) else ""
+
+
 def _of_none(found: re.Match[str], place: _Place) -> str:
     if re.search(rf"\blr_schedulers\(\)\.{found[1]}\b", place.line()):
         return "self.lr_schedulers() is None: configure_optimizers returned no learning rate scheduler."
+    if re.search(rf"\bdatamodule\.{found[1]}\b", place.line()):
+        return "trainer.datamodule is None: write trainer.fit(model, datamodule=...)."
     if not re.search(rf"\blogger\.{found[1]}\b", place.line()):
         return ""
     return (
@@ -745,8 +758,15 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,), _of_optimizers),
     (r"'NoneType' object has no attribute '(\w+)'", (AttributeError,), _of_none),
     (r"object has no attribute", (AttributeError,), _attribute),
+    (r"object of type 'NoneType' has no len\(\)|'NoneType' object is not iterable", (TypeError,), _none_for_loader),
     (r"object of type '(\w+)' has no len\(\)", (TypeError,),
      lambda m, _: f"Define __len__ in {m[1]}, the number of samples; or make it an IterableDataset with __iter__."),
+    (r"'(\w+)' object is not iterable", (TypeError,), _parameters_of_layer),
+    (r"optimizer can only optimize Tensors, but one of the params is (?:str|torch\.nn\.modules)", (TypeError,),
+     "Give it .parameters(), not layers or state_dict()."),
+    (r"Expected positive integer total_steps, but got (?:inf|-1)", (ValueError,),
+     "The number of steps is not known: write Trainer(max_steps=...), or limit_train_batches=... for a stream, and "
+     "total_steps=self.trainer.estimated_stepping_batches."),
     (r"'method' object is not iterable", (TypeError,), "Call the method: self.parameters(), with brackets."),
     (r"not supported between instances of '(?:str' and '(?:float|int)|(?:float|int)' and 'str)'", (TypeError,),
      "One of the two is text. Write a number: lr=1e-3, not lr='1e-3'; in YAML 1.0e-3."),

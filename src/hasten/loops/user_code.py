@@ -114,6 +114,8 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         raise make_error(TypeError, what, fix=hint, argument="model")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
         hint = f" Make one: {datamodule.__name__}()." if isinstance(datamodule, type) else ""
+        if isinstance(datamodule, (str, os.PathLike)):
+            hint = f" Write ckpt_path={os.fspath(datamodule)!r} for a checkpoint."
         fix = f"use a LightningDataModule, not {_name(datamodule)}.{hint}"
         raise make_error(TypeError, f"Trainer.{call}(datamodule=...):", fix=fix, argument="datamodule")
     if datamodule is not None and any(one is not None for one in given):
@@ -557,6 +559,19 @@ def _check_takes_loader(owner: object, name: str, arguments: tuple[str, ...], st
         )
 
 
+# Words that stand for one another in names of hooks.
+_SAME = {"val": "validation", "valid": "validation", "training": "train", "testing": "test", "begin": "start"}
+
+
+def _words_of(name: str) -> tuple[str, ...]:
+    return tuple(sorted(_SAME.get(word, word) for word in name.lower().split("_")))
+
+
+def _by_words(hooks: list[str]) -> dict[tuple[str, ...], str]:
+    # A step of another name may be the program's own.
+    return {_words_of(hook): hook for hook in hooks if hook not in _STEPS}
+
+
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
     """Warn of methods that the trainer does not call and that look like hooks: misspelt, or renamed by Lightning."""
     kind = type(owner)
@@ -575,7 +590,7 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             hook = _OLD_HOOKS[name] if _accepts(method, given) else None
         else:
             # A cutoff of 0.9: one or two letters of twenty differ.
-            hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
+            hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), _by_words(hooks).get(_words_of(name)))
         # If the hook itself is defined too, the method is a helper.
         if hook in hooks and not overrides(owner, base, hook):
             arguments = ", ".join(
@@ -599,7 +614,7 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
     if validation.has_data() and not has_step:
         rank_zero_warn(
             f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs.",
-            fix="Define it, or leave the data out.",
+            fix=f"Define it{_near_method(module, 'validation_step')}, or leave the data out.",
         )
     elif wanted and has_step and not validation.has_data():
         # A cross-validation or a search fits the same class again and again, and validates after it.
@@ -655,6 +670,8 @@ class FirstEpoch:
         # Whether the module was in train mode then, and a copy of a parameter where the learning rate was 0.
         self._training = True
         self._still: tuple[nn.Parameter, Tensor] | None = None
+        # Schedulers and how often they had been stepped.
+        self._stepped: list[tuple[Any, int]] = []
 
     def expect(self, parameters: Mapping[int, nn.Parameter]) -> None:
         """Note the parameters of the module, by id, when its optimizers were made."""
@@ -694,6 +711,12 @@ class FirstEpoch:
         self._training = module.training
         if self._versions and _has_no_rate(run):
             self._still = self._versions[0][0], self._versions[0][0].detach().clone()
+        if module.automatic_optimization and not overrides(module, LightningModule, "lr_scheduler_step"):
+            self._stepped = [
+                (config, config.scheduler.last_epoch)
+                for config in run.schedulers
+                if config.frequency == 1 and comes_from(type(config.scheduler), "torch.optim")
+            ]
         found: list[str] = []
         own: set[int] = set()
         for parameter in trained.values():
@@ -742,7 +765,16 @@ class FirstEpoch:
                 _warn_of_no_rate(run, *self._still)
             if self._training and not run.module.training:
                 _warn_of_eval_mode(run.module)
-        self._versions, self._still = [], None
+            for config, before in self._stepped:
+                due = run.progress.global_step - self._steps if config.interval == "step" else 1
+                if config.scheduler.last_epoch - before > due:
+                    rank_zero_warn(
+                        f"{type(config.scheduler).__name__} made {config.scheduler.last_epoch - before} steps in the "
+                        f"first epoch, and {due} due: the Trainer steps it, and {type(run.module).__name__} too.",
+                        PossibleUserWarning,
+                        fix="Leave scheduler.step() out, or set automatic_optimization = False.",
+                    )
+        self._versions, self._still, self._stepped = [], None, []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
         by_hand = run.optimizers and not (run.module.automatic_optimization or run.arguments.fast_dev_run)
@@ -767,6 +799,16 @@ class FirstEpoch:
             )
 
 
+# What hooks between the loss and the step must do.
+_BETWEEN = {
+    "optimizer_step": "must call optimizer.step(closure=optimizer_closure)",
+    "backward": "must call loss.backward()",
+    "on_after_backward": "must leave the gradients there",
+    "on_before_optimizer_step": "must leave the gradients there",
+    "configure_gradient_clipping": "must leave the gradients there",
+}
+
+
 def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps: int) -> None:
     """Warn of weights that the first epoch should have changed: of all, or of layers made after the optimizer."""
     # A graph of the device changes weights without counting it, and processes may have parts of them.
@@ -775,11 +817,14 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
         return
     name, made_steps = type(run.module).__name__, steps > 0 and run.observers.guard is None and _counts_changes(run)
     if made_steps and versions and all(one.grad is None and one._version == before for one, before in versions):
+        hooks = [hook for hook in _BETWEEN if overrides(run.module, LightningModule, hook)]
         rank_zero_warn(
-            f"{name}: {steps} steps have changed no weight of the optimizer: none got a gradient from the loss.",
+            f"{name}: {steps} steps have changed no weight of the optimizer: none has a gradient at their end.",
             fix=(
-                "Compute the loss from the model's output, without argmax(), .item(), .detach() or torch.tensor(...) "
-                "in between."
+                f"{name}.{hooks[0]}() {_BETWEEN[hooks[0]]}."
+                if hooks
+                else "Compute the loss from the model's output, without argmax(), .item(), .detach() or "
+                "torch.tensor(...) in between."
             ),
         )
     elif later := _behind_optimizer(run):

@@ -43,7 +43,10 @@ class DataHooks(NotifiesOfHooks):
 
     def train_dataloader(self) -> Dataloaders:
         """Return the training data: a DataLoader, any iterable of batches, or a collection of them."""
-        raise NoDataloader(f"{type(self).__name__} has no train_dataloader().")
+        raise NoDataloader(
+            f"{type(self).__name__} has no train_dataloader().",
+            fix="Define it; self.trainer.estimated_stepping_batches is the number of steps, whoever has the loader.",
+        )
 
     def val_dataloader(self) -> Dataloaders:
         """Return the validation data: one or several DataLoaders or iterables."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntim
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.torch_private import chained_schedulers
 from hasten.elsewhere import conventions
 
 
@@ -94,9 +96,12 @@ def parse(
     if items and all(isinstance(item, Mapping) for item in items):
         optimizers, schedulers = _from_dicts(items, where)
         return optimizers, [read(entry, where) for entry in schedulers]
+    pair = len(items) == 2 and _is_optimizer(items[0]) and hasattr(items[1], "get_last_lr")
     raise MisconfigurationException(
         f"{where} returned {_describe(configured)}.",
-        fix=(
+        fix="Return [optimizer], [scheduler]."
+        if pair
+        else (
             'Return an optimizer, a list of optimizers, two lists (optimizers, schedulers), a dict {"optimizer": ..., '
             '"lr_scheduler": ...}, or None.'
         ),
@@ -111,7 +116,15 @@ def _is_nothing(configured: object, automatic: bool) -> bool:
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
     optimizers, schedulers = [], []
     for item in items:
-        unknown = [key for key in item if key not in _KEYS and key != "frequency"]
+        if (misplaced := [key for key in item if key in ("interval", "strict", "reduce_on_plateau")]) and (
+            "lr_scheduler" in item
+        ):
+            rank_zero_warn(
+                f"{where} returned a dict with the key {misplaced[0]!r} beside the scheduler, where it is ignored.",
+                fix=f'Write "lr_scheduler": {{"scheduler": scheduler, "{misplaced[0]}": {item[misplaced[0]]!r}}}.',
+                category=RuntimeWarning,
+            )
+        unknown = [key for key in item if key not in (*_KEYS, "frequency", *misplaced)]
         _report_unknown_keys(unknown, _KEYS, f"{where} returned a dict with")
         if "optimizer" not in item:
             raise MisconfigurationException(f'{where} returned a dict without the key "optimizer".')
@@ -258,6 +271,10 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
             )
 
 
+# What schedulers call the number of their steps.
+_COUNTS = ("T_max", "total_iters", "num_training_steps")
+
+
 def warn_of_schedulers(
     optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic: bool, owner: str, max_epochs: float
 ) -> None:
@@ -269,6 +286,15 @@ def warn_of_schedulers(
                 f"{owner}.configure_optimizers() makes a scheduler and does not return it: it never steps.",
                 fix="Return [optimizer], [scheduler].",
             )
+    for scheduler in (each for config in configs for each in (config.scheduler, *chained_schedulers(config.scheduler))):
+        made = [vars(scheduler), *(getattr(each, "keywords", {}) for each in getattr(scheduler, "lr_lambdas", ()))]
+        for name, count in ((name, each[name]) for each in made for name in _COUNTS if name in each):
+            if isinstance(count, int | float) and not 0 <= count < math.inf:
+                rank_zero_warn(
+                    f"{owner}.configure_optimizers(): {type(scheduler).__name__} has {name}={count}, which is no "
+                    "number of steps. trainer.max_steps is -1 unless it is given.",
+                    fix=f"Write {name}=self.trainer.estimated_stepping_batches.",
+                )
     for config in configs if automatic else ():
         for function in getattr(config.scheduler, "lr_lambdas", ()):
             steps = getattr(function, "keywords", {}).get("num_training_steps", 0)
