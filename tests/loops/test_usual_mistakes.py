@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import hasten as L
+from hasten._lib.errors import parts_of
 from hasten.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
 from hasten.loggers import CSVLogger
 from tests.models import Classifier, Manual, dataset, loader, quiet
@@ -522,9 +523,41 @@ def test_an_error_of_configure_optimizers_has_the_line_to_write(how: str, said: 
 def test_an_attribute_that_is_nearly_one_of_the_trainer_is_named() -> None:
     trainer = quiet()
     trainer.shoud_stop, trainer.callback, trainer.best = True, [], 0.5  # type: ignore[attr-defined]
+    trainer.devices = 2  # type: ignore[attr-defined]
     with warned(UserWarning, fix="trainer.should_stop = True") as said:
         trainer.fit(Classifier(), loader())
-    assert len([one for one in said if "trainer." in str(one.message)]) == 1
+    found = [
+        parts_of(one.message).fix for one in said if "trainer." in str(one.message) and "was set" in str(one.message)
+    ]
+    assert found == ["Write trainer.should_stop = True.", "Write Trainer(devices=...)."]
+
+
+class Speaks(nn.Module):
+    def forward(self, x: Any) -> Any:
+        self.log("mean", x.mean())
+        return x
+
+
+def test_what_only_a_lightning_module_has_is_said() -> None:
+    model = Classifier()
+    model.layers.append(Speaks())
+    with pytest.raises(AttributeError) as caught:
+        quiet().fit(model, loader())
+    assert "log it in the step" in notes(caught.value)
+
+
+def test_a_dataset_that_returns_none_is_named() -> None:
+    samples: Any = [(torch.ones(8), 1), None]
+    with pytest.raises(TypeError) as caught:
+        quiet().fit(Classifier(), DataLoader(samples, 2))
+    assert "returned None for a sample" in notes(caught.value)
+
+
+def test_lazy_layers_are_made_by_the_first_batch() -> None:
+    model = Classifier()
+    model.layers[0] = nn.LazyLinear(16)
+    quiet(enable_model_summary=True).fit(model, loader())
+    assert model.layers[0].weight.shape == (16, 8)
 
 
 def test_predictions_in_another_order_are_said_where_they_are_returned() -> None:

@@ -385,6 +385,8 @@ def _without_init(kind: type) -> str:
 
 
 def _none_for_loader(_: re.Match[str], place: _Place) -> str:
+    if place.frames and file_of(place.frames[-1]).endswith("collate.py"):
+        return "__getitem__ of the dataset returned None for a sample: leave such samples out in a collate_fn."
     if "trainer." not in place.line():
         return ""
     return "The Trainer has no loaders yet: self.trainer.estimated_stepping_batches is the number of steps."
@@ -439,6 +441,17 @@ def _misses_init(kind: type, name: str) -> bool:
     )
 
 
+# What layers lack, and a LightningModule has.
+_LOG_OUTSIDE = "Only a LightningModule logs: return the value from forward, and log it in the step."
+_OF_LIGHTNING_MODULES = {
+    "log": _LOG_OUTSIDE,
+    "log_dict": _LOG_OUTSIDE,
+    "device": "Only a LightningModule has a device: write x.device, of a tensor.",
+    "freeze": "Write requires_grad_(False), and eval() for layers such as dropout.",
+    "unfreeze": "Write requires_grad_(True).",
+}
+
+
 def _attribute(_: re.Match[str], place: _Place) -> str:
     owner, name = getattr(place.error, "obj", None), getattr(place.error, "name", None)
     if not isinstance(name, str):
@@ -453,6 +466,8 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     if near := did_you_mean(name, [each for each in own if not each.startswith("_")]).strip():
         return near
     kind = type(owner)
+    if name in _OF_LIGHTNING_MODULES:
+        return _OF_LIGHTNING_MODULES[name]
     if name.startswith("_") or package_of(kind) in {"torch", *ROOTS}:
         return ""
     return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."
@@ -738,6 +753,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     # The batch.
     (r"(?:list|tuple) indices must be integers or slices, not str", (TypeError,), _by_name),
     (r"new\(\): invalid data type 'str'", (TypeError,), _of_tensor),
+    (r"^'params'$", (KeyError,), "Write each group of parameters as {'params': self.layer.parameters(), 'lr': 1e-3}."),
     (r"", (KeyError,), _by_index),
     (r"unhashable type: 'slice'", (TypeError, KeyError), _by_index),
     (r"values to unpack \(expected (\d+)", (ValueError,), _unpack),
@@ -759,7 +775,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"'NoneType' object has no attribute '(\w+)'", (AttributeError,), _of_none),
     (r"object has no attribute", (AttributeError,), _attribute),
     (r"object of type 'NoneType' has no len\(\)|'NoneType' object is not iterable", (TypeError,), _none_for_loader),
-    (r"object of type '(\w+)' has no len\(\)", (TypeError,),
+    (r"object of type '((?!NoneType)\w+)' has no len\(\)", (TypeError,),
      lambda m, _: f"Define __len__ in {m[1]}, the number of samples; or make it an IterableDataset with __iter__."),
     (r"'(\w+)' object is not iterable", (TypeError,), _parameters_of_layer),
     (r"optimizer can only optimize Tensors, but one of the params is (?:str|torch\.nn\.modules)", (TypeError,),

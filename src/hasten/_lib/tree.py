@@ -411,9 +411,12 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[key]
         except KeyError:
+            inside = [name for name, value in self.items() if isinstance(value, Mapping) and key in value]
             instead = (
                 ""
                 if key.startswith("__")
+                else f"Write hparams.{inside[0]}[{key!r}]."
+                if inside
                 else did_you_mean(key, self)
                 or " Write self.save_hyperparameters() in __init__, where it is an argument."
             )

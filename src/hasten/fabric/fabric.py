@@ -775,6 +775,7 @@ class Fabric(RuntimeView):
             KeyError: the file does not have one of the names.
 
         """
+        check.path("Fabric.load", "path", path)
         contents = self._runtime.load(path, weights_only=weights_only)
         rest = contents if not state else self._restore(state, contents, strict=strict, path=path)
         self._runtime.barrier("load")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
@@ -705,7 +706,12 @@ class FirstEpoch:
         trained = {id(parameter): parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
         known, self._known = self._known, {}
         self._steps = run.progress.global_step
-        self._versions = [(parameter, _version_of(parameter, module)) for parameter in trained.values()]
+        self._versions = [
+            (parameter, _version_of(parameter, module))
+            for parameter in trained.values()
+            # Those of lazy layers are made by the first batch.
+            if not isinstance(parameter, UninitializedParameter)
+        ]
         if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
             lr_find.warn_of_fixed_rate(run)
         self._training = module.training

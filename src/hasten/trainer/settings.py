@@ -135,7 +135,13 @@ class TrainerSettings:
     def _warn_of_near_names(self) -> None:
         """Warn of attributes that are nearly those that a Trainer reads, such as ``shoud_stop``."""
         for name, value in vars(self).items():
-            if name[0] != "_" and isinstance(value, (bool, int, float)):
+            if name in self._given and not hasattr(type(self), name) and name != "profiler":
+                warn_once(
+                    f"assigned {name}",
+                    f"trainer.{name} was set, which nothing reads.",
+                    fix=f"Write Trainer({name}=...).",
+                )
+            elif name[0] != "_" and isinstance(value, (bool, int, float)):
                 known = ["should_stop", *(key for key in vars(TrainerSettings) if key[0] != "_")]
                 for near in ["should_stop"] if name == "stop_training" else get_close_matches(name, known, 1, 0.85):
                     instead = "trainer.should_stop = True" if near == "should_stop" else f"Trainer({near}={value!r})"

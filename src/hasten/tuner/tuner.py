@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from torch import nn
+
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import without_unknown
@@ -57,6 +59,8 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        if isinstance(trainer, nn.Module):
+            raise check.wrong_type("Tuner", "trainer", trainer, "a Trainer; the module goes to lr_find()")
         self._trainer = trainer
 
     @without_unknown
