@@ -434,7 +434,7 @@ def other() -> Any:
     [
         (lambda o: [], r"Configured\.configure_optimizers\(\) returned an empty list\. Return an optimizer, a list of"),
         (lambda o: "adam", r"returned a str\. Return an optimizer"),
-        (lambda o: (o, halve(o)), r"returned a tuple of SGD, StepLR\. Return .*two lists"),
+        (lambda o: (o, halve(o)), r"returned a tuple of SGD, StepLR\. Return \[optimizer\], \[scheduler\]"),
         (lambda o: ([3], []), r"returned a int where an optimizer is expected"),
         (lambda o: ([o, [o]], []), r"returned a list of SGD where an optimizer is expected"),
         (lambda o: {"lr_scheduler": halve(o)}, r'returned a dict without the key "optimizer"'),

@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten._lib.errors import parts_of
-from hasten.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
+from hasten.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from hasten.loggers import CSVLogger
 from tests.models import Classifier, Manual, dataset, loader, quiet
 from tests.refusals import refused, warned
@@ -463,6 +469,8 @@ class EmptyBackward(Classifier):
         (OnPlateau, [], "mode='max'"),
         (Headed, [BackboneFinetuning(unfreeze_backbone_at_epoch=2)], "earlier"),
         (Classifier, [ModelCheckpoint(every_n_epochs=3)], "more often"),
+        (Classifier, [GradientAccumulationScheduler({2: 4})], "earlier"),
+        (Classifier, [EMAWeightAveraging(update_starting_at_step=1000)], "earlier"),
         (NeverResets, [], "self.acc.reset()"),
         (StepsTwice, [], "automatic_optimization = False"),
         (WithoutSteps, [], "T_max=self.trainer.estimated_stepping_batches"),
@@ -475,6 +483,12 @@ def test_what_changes_nothing_is_said(model: Any, callbacks: list[Any], fix: str
     with warned((UserWarning, RuntimeWarning), fix=fix):
         fit = quiet(callbacks=callbacks, max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path).fit
         fit(model(), loader())
+
+
+@pytest.mark.parametrize(("folder", "fix"), [("$HOME/runs", "expandvars"), ("runs/{epoch:02d}", "filename")])
+def test_a_folder_that_is_taken_as_it_is_is_said(folder: str, fix: str) -> None:
+    with warned(UserWarning, fix=fix):
+        ModelCheckpoint(folder)
 
 
 def test_what_changes_something_is_not_said(tmp_path: Path) -> None:

@@ -101,6 +101,12 @@ class GradientAccumulationScheduler(Callback):
         """Set the number for the current epoch, which may be resumed in its middle."""
         if not self._active:
             self._check(trainer, pl_module)
+        if 0 < trainer.max_epochs <= min(self.epochs[1:], default=0) and self.scheduling[0] == 1:
+            rank_zero_warn(
+                f"GradientAccumulationScheduler(scheduling={self.scheduling}): epochs count from 0, and "
+                f"Trainer(max_epochs={trainer.max_epochs}) ends before any of them.",
+                fix="Begin earlier, or train for more epochs.",
+            )
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:

@@ -211,6 +211,12 @@ class WeightAveraging(Callback):
         if self._restarting and self._trained is None:
             self._catch_up(trainer, pl_module)
         WeightAveraging.on_train_end(self, trainer, pl_module)
+        if not self._has_average and trainer.global_step and not trainer.fast_dev_run:
+            rank_zero_warn(
+                f"{type(self).__name__} has averaged nothing in {trainer.global_step} steps: the weights are those of "
+                "the last one.",
+                fix="Begin to average earlier.",
+            )
 
     # -- checkpoints
 

@@ -215,7 +215,9 @@ def _check_step(scheduler: Any, where: str, *, takes_metric: bool) -> None:
         raise MisconfigurationException(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which doesn't follow PyTorch's LRScheduler: its step() "
             f"needs {needed}.",
-            fix=f"Step it in {hook}.",
+            fix=f"Write {scheduler.__name__}(optimizer, ...)."
+            if isinstance(scheduler, type)
+            else f"Step it in {hook}.",
         )
 
 
