@@ -58,6 +58,7 @@ _FROM_ELSEWHERE = {
     "_world",
     "_compile",
     "_rebuild_buckets",
+    "_computed",
 }
 _PUBLIC_SPECIAL_METHODS = {"__init__", "__call__"}
 

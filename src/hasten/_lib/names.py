@@ -12,6 +12,7 @@ from enum import Enum, StrEnum
 from typing import ParamSpec, Self, TypeVar
 
 from hasten._lib.errors import make_error
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.extend.origin import ROOTS
 
 _P = ParamSpec("_P")
@@ -325,10 +326,6 @@ _INSTEAD: dict[str, dict[str, str]] = {
     "Trainer.validate": _EVALUATION,
     "Trainer.test": _EVALUATION,
     "Trainer.predict": _EVALUATION,
-    "Fabric.setup": {
-        "optimizer": "Write model, optimizer = fabric.setup(model, optimizer).",
-        "optimizers": "Write model, first, second = fabric.setup(model, first, second).",
-    },
     "Fabric.setup_dataloaders": {
         "dataloader": "Write fabric.setup_dataloaders(dataloader).",
         "dataloaders": "Write fabric.setup_dataloaders(first, second).",
@@ -432,6 +429,57 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         shown = repr(value) if len(repr(value)) < _WIDE and "<" not in repr(value) else "..."
         fix = _to_write(instead_of[entry[0]], owner, shown) if entry else f"The arguments are: {', '.join(known)}."
         raise make_error(TypeError, wrong, fix=fix, argument=name)
+
+
+# -- what the name of a value says
+
+# Parts of names of values of which less, or more, is better.
+_LESS = ("loss", "error", "err", "mse", "mae", "rmse", "ppl", "perplexity", "wer", "cer", "fid", "nll", "eer")
+_MORE = (
+    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "iou", "miou", "dice", "map", "bleu", "rouge",
+    "psnr", "ssim", "r2", "top1", "top5", "reward", "mcc", "kappa",
+)  # fmt: skip
+# Parts with which a name leaves some doubt: a negative value, a difference, a loss called after its metric, one value
+# where another is fixed.
+_DOUBTFUL = (
+    "neg", "negative", "minus", "inverse", "inv", "gap", "diff", "difference", "delta", "std", "var", "drop", "at",
+    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "reduction", "decrease", "improvement", "skill",
+    "explained",
+)  # fmt: skip
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
+
+
+def right_mode(name: str) -> str | None:
+    """Return "min" or "max" where the name of a value says beyond doubt which is better, else None.
+
+    Example::
+
+        >>> right_mode("val_acc"), right_mode("val/loss"), right_mode("x")
+        ('max', 'min', None)
+
+    """
+    words = _words(name)
+    # "1 - accuracy" begins with 1.
+    if not set(_DOUBTFUL).isdisjoint(words) or words[0] == "1":
+        return None
+    less = any(word in _LESS or word.endswith("loss") for word in words)
+    more = any(word in _MORE or re.fullmatch(r"acc\d+|.*acc|.*accuracy", word) for word in words)
+    return None if less == more else "min" if less else "max"
+
+
+def warn_of_mode(owner: str, monitor: str, mode: str) -> None:
+    """Warn where the name of the value says that the other direction is better, such as min for an accuracy."""
+    expected = right_mode(monitor)
+    if expected in (None, mode):
+        return
+    rank_zero_warn(
+        f"{owner}(monitor={monitor!r}, mode={mode!r}): the {'lowest' if mode == 'min' else 'highest'} value counts as "
+        "the best.",
+        fix=f"Write mode={expected!r}.",
+    )
 
 
 class LightningEnum(StrEnum):

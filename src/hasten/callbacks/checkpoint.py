@@ -18,7 +18,7 @@ from hasten._lib import check
 from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
-from hasten._lib.names import defined_by_program, without_unknown
+from hasten._lib.names import defined_by_program, warn_of_mode, without_unknown
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import (
@@ -27,7 +27,6 @@ from hasten.callbacks.early_stopping import (
     check_monitor,
     not_logged,
     validates,
-    warn_of_mode,
 )
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
@@ -354,7 +353,8 @@ class ModelCheckpoint(Checkpoint):
         self._source.start(trainer)
         if self._last_checkpoint_saved and begins_anew(trainer):
             self._begin_ranking()
-        if (0 < trainer.max_epochs < self._every_n_epochs) and self.save_top_k and not self.save_last:
+        rare = self._every_n_epochs > 1 and self.save_top_k and not self.save_last
+        if rare and 0 < trainer.max_epochs < self._every_n_epochs:
             rank_zero_warn(
                 f"ModelCheckpoint(every_n_epochs={self._every_n_epochs}): nothing is saved in the epochs of "
                 f"Trainer(max_epochs={trainer.max_epochs}).",

@@ -175,7 +175,7 @@ def resolve(dirpath: str | os.PathLike[str] | None) -> str | None:
 def warn_of_file(dirpath: str | os.PathLike[str] | None) -> None:
     """Say that ``dirpath`` is a folder where it has the name of a file, and that it is taken as it is."""
     path = os.fspath(dirpath or "")
-    if (unread := re.search(r"\$\w+|\{[a-z_]\w*(?::[^}]*)?\}", path)) is not None:
+    if path and (unread := re.search(r"\$\w+|\{[a-z_]\w*(?::[^}]*)?\}", path)) is not None:
         rank_zero_warn(
             f"ModelCheckpoint(dirpath={path!r}): the folder is called so, with {unread[0]!r} in its name.",
             fix="Write os.path.expandvars(...)." if "$" in unread[0] else "Fill it in, or write it in filename=.",

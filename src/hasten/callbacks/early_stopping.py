@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean_value, without_unknown
+from hasten._lib.names import did_you_mean_value, warn_of_mode, without_unknown
 from hasten._lib.rank_zero import log, rank_zero_info, rank_zero_warn
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
@@ -300,55 +299,6 @@ def check_monitor(owner: str, monitor: str) -> str:
             argument="monitor",
         )
     return monitor
-
-
-# Parts of names of values of which less, or more, is better.
-_LESS = ("loss", "error", "err", "mse", "mae", "rmse", "ppl", "perplexity", "wer", "cer", "fid", "nll", "eer")
-_MORE = (
-    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "iou", "miou", "dice", "map", "bleu", "rouge",
-    "psnr", "ssim", "r2", "top1", "top5", "reward", "mcc", "kappa",
-)  # fmt: skip
-# Parts with which a name leaves some doubt: a negative value, a difference, a loss called after its metric, one value
-# where another is fixed.
-_DOUBTFUL = (
-    "neg", "negative", "minus", "inverse", "inv", "gap", "diff", "difference", "delta", "std", "var", "drop", "at",
-    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "reduction", "decrease", "improvement", "skill",
-    "explained",
-)  # fmt: skip
-
-
-def _words(name: str) -> list[str]:
-    return re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-
-
-def right_mode(name: str) -> str | None:
-    """Return "min" or "max" where the name of a value says beyond doubt which is better, else None.
-
-    Example::
-
-        >>> right_mode("val_acc"), right_mode("val/loss"), right_mode("x")
-        ('max', 'min', None)
-
-    """
-    words = _words(name)
-    # "1 - accuracy" begins with 1.
-    if not set(_DOUBTFUL).isdisjoint(words) or words[0] == "1":
-        return None
-    less = any(word in _LESS or word.endswith("loss") for word in words)
-    more = any(word in _MORE or re.fullmatch(r"acc\d+|.*acc|.*accuracy", word) for word in words)
-    return None if less == more else "min" if less else "max"
-
-
-def warn_of_mode(owner: str, monitor: str, mode: str) -> None:
-    """Warn where the name of the value says that the other direction is better, such as min for an accuracy."""
-    expected = right_mode(monitor)
-    if expected in (None, mode):
-        return
-    rank_zero_warn(
-        f"{owner}(monitor={monitor!r}, mode={mode!r}): the {'lowest' if mode == 'min' else 'highest'} value counts as "
-        "the best.",
-        fix=f"Write mode={expected!r}.",
-    )
 
 
 def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:

@@ -269,7 +269,6 @@ class Fabric(RuntimeView):
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Scheduler | None = None,
         move_to_device: bool = True, _reapply_compile: bool = True,
     ) -> tuple[Any, ...]: ...  # fmt: skip
-    @without_unknown
     def setup(
         self,
         module: nn.Module,

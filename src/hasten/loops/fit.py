@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import NoneType
@@ -188,8 +187,8 @@ def train_epoch(run: Run) -> None:
     if several_processes:
         run.wrapped = run.runtime.engine.wrap_late(run.module, run.wrapped, run.runtime.wrap)
     run.observers.first_epoch.at_start(run)
-    if "torchmetrics" in sys.modules:
-        run.metrics.begin_epoch()
+    if run.observers.epoch_begins is not None:
+        run.observers.epoch_begins()
     fetches = takes_iterator(run.module.training_step)
     if fetches:
         warn_once(
@@ -211,8 +210,8 @@ def train_epoch(run: Run) -> None:
     logged.show_loss(run.window.loss)
     hooks.on_train_epoch_end()
     logged.close_epoch("train")
-    if "torchmetrics" in sys.modules:
-        run.metrics.end_epoch()
+    if run.observers.epoch_ended is not None:
+        run.observers.epoch_ended()
     if progress.last_batch:
         schedule.step_on_monitored(run, "epoch")
     logged.log_epoch(logged.epoch_values, progress.logged_step - 1, progress.epoch)

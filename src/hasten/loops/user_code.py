@@ -710,24 +710,12 @@ class FirstEpoch:
             (parameter, _version_of(parameter, module))
             for parameter in trained.values()
             # Those of lazy layers are made by the first batch.
-            if not isinstance(parameter, UninitializedParameter)
+            if type(parameter) is not UninitializedParameter
         ]
-        if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
-            lr_find.warn_of_fixed_rate(run)
-        self._training = module.training
-        if self._versions and _has_no_rate(run):
-            self._still = self._versions[0][0], self._versions[0][0].detach().clone()
-        if module.automatic_optimization and not overrides(module, LightningModule, "lr_scheduler_step"):
-            self._stepped = [
-                (config, config.scheduler.last_epoch)
-                for config in run.schedulers
-                if config.frequency == 1 and comes_from(type(config.scheduler), "torch.optim")
-            ]
+        self._note(run)
+        _warn_of_near_flags(module, trained)
         found: list[str] = []
         own: set[int] = set()
-        for parameter in trained.values():
-            if vars(parameter):
-                _warn_of_near_flag(module, parameter)
         for name, part in module.named_modules():
             own.update(map(id, part._parameters.values()))
             if "requires_grad" in vars(part):
@@ -750,6 +738,39 @@ class FirstEpoch:
                 fix="Write model.train() before fit; layers with requires_grad=False may stay in eval mode.",
             )
 
+    def _note(self, run: Run) -> None:
+        """Note what the end of the epoch is compared with: rates, modes and schedulers."""
+        module = run.module
+        if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
+            lr_find.warn_of_fixed_rate(run)
+        self._training = module.training
+        if self._versions and _has_no_rate(run):
+            self._still = self._versions[0][0], self._versions[0][0].detach().clone()
+        automatic = run.schedulers and module.automatic_optimization
+        if automatic and not overrides(module, LightningModule, "lr_scheduler_step"):
+            self._stepped = [
+                (config, torch_private.steps_of_scheduler(config.scheduler))
+                for config in run.schedulers
+                if config.frequency == 1 and comes_from(type(config.scheduler), "torch.optim")
+            ]
+
+    def _compare(self, run: Run) -> None:
+        """Warn of a rate of 0, of eval mode and of schedulers that the program steps too."""
+        if self._still is not None and run.progress.global_step > self._steps and _has_no_rate(run):
+            _warn_of_no_rate(run, *self._still)
+        if self._training and not run.module.training:
+            _warn_of_eval_mode(run.module)
+        for config, before in self._stepped:
+            made = torch_private.steps_of_scheduler(config.scheduler) - before
+            due = run.progress.global_step - self._steps if config.interval == "step" else 1
+            if made > due:
+                rank_zero_warn(
+                    f"{type(config.scheduler).__name__} made {made} steps in the first epoch, and at most {due} are "
+                    f"due: the Trainer steps it, and {type(run.module).__name__} too.",
+                    PossibleUserWarning,
+                    fix="Leave scheduler.step() out, or set automatic_optimization = False.",
+                )
+
     def _warn_of_interval(self, run: Run) -> None:
         """Warn as Lightning does, whatever is logged."""
         every, batches = run.arguments.log_every_n_steps, run.data.train.limit
@@ -767,19 +788,7 @@ class FirstEpoch:
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
             _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps)
-            if self._still is not None and run.progress.global_step > self._steps and _has_no_rate(run):
-                _warn_of_no_rate(run, *self._still)
-            if self._training and not run.module.training:
-                _warn_of_eval_mode(run.module)
-            for config, before in self._stepped:
-                due = run.progress.global_step - self._steps if config.interval == "step" else 1
-                if config.scheduler.last_epoch - before > due:
-                    rank_zero_warn(
-                        f"{type(config.scheduler).__name__} made {config.scheduler.last_epoch - before} steps in the "
-                        f"first epoch, and {due} due: the Trainer steps it, and {type(run.module).__name__} too.",
-                        PossibleUserWarning,
-                        fix="Leave scheduler.step() out, or set automatic_optimization = False.",
-                    )
+            self._compare(run)
         self._versions, self._still, self._stepped = [], None, []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
@@ -823,15 +832,9 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
         return
     name, made_steps = type(run.module).__name__, steps > 0 and run.observers.guard is None and _counts_changes(run)
     if made_steps and versions and all(one.grad is None and one._version == before for one, before in versions):
-        hooks = [hook for hook in _BETWEEN if overrides(run.module, LightningModule, hook)]
         rank_zero_warn(
             f"{name}: {steps} steps have changed no weight of the optimizer: none has a gradient at their end.",
-            fix=(
-                f"{name}.{hooks[0]}() {_BETWEEN[hooks[0]]}."
-                if hooks
-                else "Compute the loss from the model's output, without argmax(), .item(), .detach() or "
-                "torch.tensor(...) in between."
-            ),
+            fix=_how_to_train(run.module),
         )
     elif later := _behind_optimizer(run):
         shown = ", ".join(later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
@@ -843,8 +846,13 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
 
 
 def _has_no_rate(run: Run) -> bool:
-    rates = [group.get("lr") for optimizer in run.optimizers for group in getattr(optimizer, "param_groups", ())]
-    return not run.schedulers and bool(rates) and all(isinstance(rate, float | int) and not rate for rate in rates)
+    # Loops, which make no calls: this runs in every fit.
+    for optimizer in run.optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            rate = group.get("lr")
+            if rate or not isinstance(rate, (int, float)):
+                return False
+    return bool(run.optimizers) and not run.schedulers
 
 
 def _warn_of_no_rate(run: Run, parameter: nn.Parameter, before: Tensor) -> None:
@@ -868,16 +876,19 @@ def _warn_of_eval_mode(module: nn.Module) -> None:
         )
 
 
-def _warn_of_near_flag(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Warn of an attribute of a parameter that is nearly ``requires_grad``: it freezes nothing."""
-    for key in get_close_matches("requires_grad", vars(parameter), cutoff=0.85):
-        if vars(parameter)[key] is False:
-            warn_once(
-                f"flag {key} {type(module)}",
-                f"{type(module).__name__}: a parameter has the attribute {key} = False, which torch does not read: the "
-                "parameter is trained.",
-                fix="Write requires_grad = False.",
-            )
+def _warn_of_near_flags(module: nn.Module, trained: Mapping[int, nn.Parameter]) -> None:
+    """Warn of an attribute of parameters that is nearly ``requires_grad``: it freezes nothing."""
+    for parameter in trained.values():
+        if not vars(parameter):
+            continue
+        for key in get_close_matches("requires_grad", vars(parameter), cutoff=0.85):
+            if vars(parameter)[key] is False:
+                warn_once(
+                    f"flag {key} {type(module)}",
+                    f"{type(module).__name__}: a parameter has the attribute {key} = False, which torch does not read: "
+                    "the parameter is trained.",
+                    fix="Write requires_grad = False.",
+                )
 
 
 def _warn_of_flag(module: nn.Module, name: str, part: nn.Module, trained: Mapping[int, nn.Parameter]) -> None:
@@ -888,6 +899,16 @@ def _warn_of_flag(module: nn.Module, name: str, part: nn.Module, trained: Mappin
             f"{owner}.requires_grad = False sets an attribute of the module, and its parameters are trained.",
             fix=f"Write {'.'.join(filter(None, ('self', name)))}.requires_grad_(False).",
         )
+
+
+def _how_to_train(module: LightningModule) -> str:
+    for hook, must in _BETWEEN.items():
+        if overrides(module, LightningModule, hook):
+            return f"{type(module).__name__}.{hook}() {must}."
+    return (
+        "Compute the loss from the model's output, without argmax(), .item(), .detach() or torch.tensor(...) in "
+        "between."
+    )
 
 
 def _counts_changes(run: Run) -> bool:

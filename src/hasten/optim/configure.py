@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from hasten._lib import check as guards
 from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
-from hasten._lib.names import did_you_mean, nearest
+from hasten._lib.names import did_you_mean, nearest, warn_of_mode
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.torch_private import chained_schedulers
@@ -96,15 +96,15 @@ def parse(
     if items and all(isinstance(item, Mapping) for item in items):
         optimizers, schedulers = _from_dicts(items, where)
         return optimizers, [read(entry, where) for entry in schedulers]
-    pair = len(items) == 2 and _is_optimizer(items[0]) and hasattr(items[1], "get_last_lr")
-    raise MisconfigurationException(
-        f"{where} returned {_describe(configured)}.",
-        fix="Return [optimizer], [scheduler]."
-        if pair
-        else (
-            'Return an optimizer, a list of optimizers, two lists (optimizers, schedulers), a dict {"optimizer": ..., '
-            '"lr_scheduler": ...}, or None.'
-        ),
+    raise MisconfigurationException(f"{where} returned {_describe(configured)}.", fix=_what_to_return(items))
+
+
+def _what_to_return(items: list[Any]) -> str:
+    if len(items) == 2 and _is_optimizer(items[0]) and hasattr(items[1], "get_last_lr"):
+        return "Return [optimizer], [scheduler]."
+    return (
+        'Return an optimizer, a list of optimizers, two lists (optimizers, schedulers), a dict {"optimizer": ..., '
+        '"lr_scheduler": ...}, or None.'
     )
 
 
@@ -177,16 +177,20 @@ def _scheduler(returned: Any, where: str, *, automatic: bool, needs_step: bool) 
             category=RuntimeWarning,
         )
     config.reduce_on_plateau = entry.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
-    if automatic and isinstance(scheduler, ReduceLROnPlateau) and isinstance(config.monitor, str):
-        from hasten.callbacks.early_stopping import warn_of_mode
+    if automatic and config.reduce_on_plateau:
+        _check_monitor(config, where)
+    return config
 
-        warn_of_mode(type(scheduler).__name__, config.monitor, scheduler.mode)
-    if automatic and config.reduce_on_plateau and config.monitor is None:
+
+def _check_monitor(config: LRSchedulerConfig, where: str) -> None:
+    kind = type(config.scheduler).__name__
+    if config.monitor is None:
         raise MisconfigurationException(
-            f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given.",
+            f"{where}: {kind} steps on a monitored value, and none is given.",
             fix='Return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.',
         )
-    return config
+    if isinstance(config.scheduler, ReduceLROnPlateau):
+        warn_of_mode(kind, str(config.monitor), config.scheduler.mode)
 
 
 def _scheduler_entry(entry: Any, where: str) -> dict[str, Any]:
@@ -288,15 +292,8 @@ def warn_of_schedulers(
                 f"{owner}.configure_optimizers() makes a scheduler and does not return it: it never steps.",
                 fix="Return [optimizer], [scheduler].",
             )
-    for scheduler in (each for config in configs for each in (config.scheduler, *chained_schedulers(config.scheduler))):
-        made = [vars(scheduler), *(getattr(each, "keywords", {}) for each in getattr(scheduler, "lr_lambdas", ()))]
-        for name, count in ((name, each[name]) for each in made for name in _COUNTS if name in each):
-            if isinstance(count, int | float) and not 0 <= count < math.inf:
-                rank_zero_warn(
-                    f"{owner}.configure_optimizers(): {type(scheduler).__name__} has {name}={count}, which is no "
-                    "number of steps. trainer.max_steps is -1 unless it is given.",
-                    fix=f"Write {name}=self.trainer.estimated_stepping_batches.",
-                )
+    if configs:
+        _warn_of_counts([config.scheduler for config in configs], owner)
     for config in configs if automatic else ():
         for function in getattr(config.scheduler, "lr_lambdas", ()):
             steps = getattr(function, "keywords", {}).get("num_training_steps", 0)
@@ -304,6 +301,18 @@ def warn_of_schedulers(
                 rank_zero_warn(
                     f"{owner}.configure_optimizers(): the scheduler was made for {steps} steps, and steps per epoch.",
                     fix="Did you mean {'scheduler': scheduler, 'interval': 'step'}?",
+                )
+
+
+def _warn_of_counts(schedulers: list[Any], owner: str) -> None:
+    for scheduler in (inner for each in schedulers for inner in (each, *chained_schedulers(each))):
+        made = [vars(scheduler), *(getattr(each, "keywords", {}) for each in getattr(scheduler, "lr_lambdas", ()))]
+        for name, count in ((name, each[name]) for each in made for name in _COUNTS if name in each):
+            if isinstance(count, int | float) and not 0 <= count < math.inf:
+                rank_zero_warn(
+                    f"{owner}.configure_optimizers(): {type(scheduler).__name__} has {name}={count}, which is no "
+                    "number of steps. trainer.max_steps is -1 unless it is given.",
+                    fix=f"Write {name}=self.trainer.estimated_stepping_batches.",
                 )
 
 

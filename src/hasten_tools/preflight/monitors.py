@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.files import is_url
-from hasten._lib.names import nearest_value
+from hasten._lib.names import nearest_value, right_mode
 from hasten._lib.tree import leaves
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.checkpoint import ModelCheckpoint
-from hasten.callbacks.early_stopping import right_mode
 from hasten.module.callback import Callback
 from hasten_tools.preflight.methods import is_ours, may_be_called
 from hasten_tools.preflight.report import Rows
