@@ -372,7 +372,12 @@ def without_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
             kind = owner.partition(".")[0]
             what = f"{owner}() was called on the class, and not on a {kind}."
             raise make_error(TypeError, what, fix=f"Write {kind}(...).{name}(...).")
-        return function(*args, **given)
+        try:
+            return function(*args, **given)
+        except BaseException as error:
+            # Leaves this frame out of the traceback.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raise
 
     return checked
 
