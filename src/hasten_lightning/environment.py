@@ -147,7 +147,7 @@ def with_variables(init: Function) -> Function:
 
     As in Lightning, the variables have the name of the class that is made, also of a subclass.
     """
-    names = [name for name in inspect.signature(init).parameters if name != "self"]
+    names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
     def from_environment(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, get_type_hints
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.extend import frames
-from hasten_lightning.facades import annotate
+from hasten_lightning.facades import annotate, original
 from hasten_lightning.names import PRODUCTS, VERSION, alternative_to, read_table
 
 # Lightning's packages, and where each begins in the table: pytorch_lightning is lightning.pytorch.
@@ -87,17 +88,16 @@ class AliasModule(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a name here and where hasten uses it, so that programs can replace parts of Lightning."""
         super().__setattr__(name, value)
-        row = TABLE.get(relative(self.__name__) or "", {})
-        if name in row and not isinstance(value, AliasModule):
-            home = importlib.import_module(row[name][0])
-            _REPLACED.setdefault((self.__name__, name), getattr(home, row[name][1]))
-            setattr(home, row[name][1], value)
+        for home, there in () if isinstance(value, AliasModule) else _places(self.__name__, name):
+            _REPLACED.setdefault((self.__name__, name), getattr(home, there))
+            setattr(home, there, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         if (self.__name__, name) in _REPLACED:
-            home, there = TABLE[relative(self.__name__) or ""][name]
-            setattr(importlib.import_module(home), there, _REPLACED.pop((self.__name__, name)))
+            before = _REPLACED.pop((self.__name__, name))
+            for home, there in _places(self.__name__, name):
+                setattr(home, there, before)
 
     def __dir__(self) -> list[str]:
         place = relative(self.__name__) or ""
@@ -107,9 +107,21 @@ class AliasModule(ModuleType):
 def restore() -> None:
     """Undo what programs have replaced in modules of Lightning."""
     for (module, name), value in _REPLACED.items():
-        home, there = TABLE[relative(module) or ""][name]
-        setattr(importlib.import_module(home), there, value)
+        for home, there in _places(module, name):
+            setattr(home, there, value)
     _REPLACED.clear()
+
+
+def _places(module: str, name: str) -> list[tuple[ModuleType, str]]:
+    """Return where hasten has a name of a module of Lightning: its modules, and the name there."""
+    row = TABLE.get(relative(module) or "", {})
+    homes = row.values() if name in _PATCHED_THROUGH else [row[name]] if name in row else []
+    found = [(importlib.import_module(home), there) for home, there in homes]
+    if name not in _PATCHED_THROUGH:
+        return found
+    # A module of Python: where the classes and functions of this module use it.
+    users = {getattr(original(getattr(home, there)), "__module__", "") for home, there in found}
+    return [(sys.modules[user], name) for user in users if user in sys.modules and name in vars(sys.modules[user])]
 
 
 def missing(full_name: str) -> str:

@@ -199,8 +199,11 @@ def test_it_reports_improvements_and_the_end(monkeypatch: pytest.MonkeyPatch) ->
     said: list[str] = []
     monkeypatch.setattr(logging.getLogger("hasten"), "info", lambda text, *_, **__: said.append(text))
     fit([2.0, 1.0, 1.0], patience=1, verbose=True)
-    assert len([text for text in said if "improved" in text]) == 2
-    assert any("did not improve" in text for text in said)
+    assert said[:2] == [
+        "Metric val_loss improved. New best score: 2.000",
+        "Metric val_loss improved by 1.000 >= min_delta = 0.0. New best score: 1.000",
+    ]
+    assert any("did not improve in the last 1 records. Best score: 1.000." in text for text in said)
 
 
 @pytest.mark.parametrize("verbose", [False, True])

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -191,6 +192,9 @@ def test_the_table_of_layers(capsys: pytest.CaptureFixture[str], monkeypatch: py
     for line in ("Trainable params: 144", "Non-trainable params: 34", "Total params: 178", "Modules in eval mode: 0"):
         assert [line] in rows
     assert table(model, max_depth=0) == []
+    with mock.patch("rich.console.Console.print") as drawn:
+        table(model)
+    assert {type(call.args[0]).__name__ for call in drawn.call_args_list} == {"Table"}
 
 
 def test_the_table_goes_with_the_bar() -> None:

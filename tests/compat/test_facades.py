@@ -208,6 +208,7 @@ def test_facades_pickle_and_forward_what_they_get() -> None:
 
 def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning as L
+    from lightning.pytorch.utilities import argparse
 
     monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "7")
     monkeypatch.setenv("PL_TRAINER_GRADIENT_CLIP_ALGORITHM", "value")
@@ -224,6 +225,14 @@ def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert L.Trainer(max_epochs=1, **QUIETLY).max_epochs == 1
     assert L.Trainer("cpu", logger=False).max_epochs == 7  # type: ignore[misc]
     assert L.Trainer(sync_batchnorm=None, **QUIETLY).given_arguments["sync_batchnorm"] is False  # type: ignore[arg-type]
+    monkeypatch.setenv("PL_OPTIONS_WIDTH", "5")
+
+    class Options:
+        @argparse._defaults_from_env_vars
+        def __init__(me, width: int = 1) -> None:  # noqa: N805
+            me.width = width
+
+    assert (Options().width, Options(2).width) == (5, 2)
     # Those of Lightning's names alone.
     assert hasten.Trainer(**QUIETLY).given_arguments["packed"] is False
 

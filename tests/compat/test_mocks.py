@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock, patch
+from unittest.mock import MagicMock, Mock, call, patch
 
 import pytest
 import torch
@@ -82,6 +82,7 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
         StochasticWeightAveraging,
         Timer,
     )
+    from lightning.pytorch.trainer.states import TrainerFn
 
     trainer = Mock(should_stop=False)
     trainer.strategy.broadcast.side_effect = lambda value: value
@@ -91,6 +92,13 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
         assert (timer.start_time(), timer.time_elapsed(), timer.time_remaining()) == (0.0, 5.0, 10.0)
         timer.on_train_batch_end(trainer, Mock(), None, None, 0)
     assert trainer.should_stop
+    with patch("lightning.pytorch.callbacks.timer.time") as clock:  # the module that Lightning's imports
+        clock.monotonic.return_value = 7.0
+        timer.on_train_start(trainer, Mock())
+        timer._check_time_remaining(trainer)
+        assert timer.start_time() == 7.0
+    timer.on_train_start(trainer, Mock())
+    assert timer.start_time() > 7.0
 
     trainer, saved = Mock(), OnExceptionCheckpoint("x")
     saved.on_exception(trainer, Mock(), RuntimeError())
@@ -112,7 +120,19 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
     writer.on_predict_epoch_end(trainer, None)
     assert found == [[1], [4], [[[1]]]]
 
-    ModelCheckpoint(dirpath="x").on_train_start(Mock(callback_metrics={}), Mock())
+    trainer = Mock(
+        callback_metrics={"loss": torch.tensor(2.0)}, current_epoch=1, global_step=10, fast_dev_run=False, loggers=[],
+        sanity_checking=False, ckpt_path=None,
+    )  # fmt: skip
+    trainer.state.fn, trainer.strategy.broadcast.side_effect = TrainerFn.FITTING, lambda value, *_: value
+    trainer.strategy.reduce_boolean_decision.side_effect = lambda value, **_: value
+    checkpoint = ModelCheckpoint(dirpath="x", monitor="loss", save_last=True)
+    checkpoint.setup(trainer, Mock(), "fit")
+    checkpoint.on_train_start(trainer, Mock())
+    checkpoint.on_train_epoch_end(trainer, Mock())
+    written = [Path(each.args[0]).name for each in trainer.save_checkpoint.call_args_list]
+    assert written == ["epoch=1-step=10.ckpt", "last.ckpt"]
+
     for optimizers, schedulers in (([1, 2], []), ([1], [1, 2])):
         several = Mock(max_epochs=4, optimizers=optimizers, lr_scheduler_configs=schedulers)
         with refused(MisconfigurationException, says="it works with one"):
@@ -131,6 +151,15 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
     assert (again.last_val, again.rtol, again.exclude_batches_path) == (1.0, 2.0, "spikes")
     with refused(RuntimeError, says="batch 3"):
         spikes.on_train_batch_end(Mock(), Mock(), torch.tensor(50.0), None, 3)
+
+
+def test_a_logger_gets_the_learning_rates_as_from_lightning() -> None:
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = Mock(spec=CSVLogger, save_dir=".")
+    _fit(callbacks=[LearningRateMonitor()], logger=logger, log_every_n_steps=1)
+    assert logger.log_metrics.mock_calls[0] == call({"lr-SGD": 0.1}, step=0)
 
 
 def test_clipping_calls_torch_with_the_arguments_of_lightning() -> None:

@@ -98,7 +98,7 @@ def test_helpers_that_packages_import_are_there(monkeypatch: pytest.MonkeyPatch)
     from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
     assert types.CollectibleGroup is CollectibleGroup
-    state, drawn = _collect_rng_states(), torch.rand(1)
+    state, drawn = _collect_rng_states(False), torch.rand(1)
     _set_rng_states(state)
     assert torch.equal(torch.rand(1), drawn)
     weight = torch.zeros(1, requires_grad=True)

@@ -350,7 +350,7 @@ def test_bars_of_rich_have_their_tasks_in_a_pipe(capsys: Any) -> None:
     run = trainer(enable_progress_bar=True, callbacks=[bar, Look()], num_sanity_val_steps=0)
     run.fit(model_with())
     own = seen["train"][0]
-    assert seen == {"train": (own, own, 2, "Epoch 1/1"), "validation": 1}
+    assert seen == {"train": (own, own, 2, "Epoch 0/0"), "validation": 1}
     assert len(bar.progress.columns) == 6
     assert "2/2" in capsys.readouterr().out
 

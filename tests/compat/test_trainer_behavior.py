@@ -87,6 +87,8 @@ def test_a_missing_hparams_file_is_a_warning(tmp_path: Path) -> None:
     with warned(RuntimeWarning, says=("hparams_file=", "hparams.yaml")):
         loaded = Classifier.load_from_checkpoint(tmp_path / "a.ckpt", hparams_file=tmp_path / "hparams.yaml", width=4)
     assert loaded.hparams.width == 4
+    with refused(ValueError, "hparams_file", says=("h.txt", ".yaml")):
+        Classifier.load_from_checkpoint(tmp_path / "a.ckpt", hparams_file=tmp_path / "h.txt")
 
 
 def test_a_metric_that_is_no_part_of_the_module_is_refused() -> None:

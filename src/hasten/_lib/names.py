@@ -526,3 +526,12 @@ class LightningEnum(StrEnum):
         shown = f"{value!r} is not a {cls.__name__}"
         what, fix = unknown_word(shown, str(value), [str(m.value) for m in cls], listed)
         raise make_error(ValueError, what, fix=fix)
+
+    @classmethod
+    def try_from_str(cls, value: str, source: str = "key") -> Self | None:
+        """Return what ``from_str`` does; None with a warning where there is no such member."""
+        try:
+            return cls.from_str(value, source)
+        except ValueError as error:
+            rank_zero_warn(str(error))
+            return None

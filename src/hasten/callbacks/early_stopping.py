@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
-_TRAINING_STOPS = " Training stops."
+_TRAINING_STOPS = " Signaling Trainer to stop."
 
 
 class EarlyStoppingReason(Enum):
@@ -234,10 +234,15 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._has_stopped_fit = reason, True
         if reason and self.verbose:
-            if not trainer.runtime.several_processes:
-                log.info(reason)
-            elif not self.log_rank_zero_only or trainer.global_rank == 0:
-                log.info(f"[rank: {trainer.global_rank}] {reason}")
+            self._log_info(trainer, reason, self.log_rank_zero_only)
+
+    @staticmethod
+    def _log_info(trainer: Trainer, message: str, log_rank_zero_only: bool) -> None:
+        """Report a check; subclasses of programs for Lightning call it."""
+        if trainer.world_size == 1:
+            log.info(message)
+        elif not log_rank_zero_only or trainer.global_rank == 0:
+            log.info(f"[rank: {trainer.global_rank}] {message}")
 
     def _validate_condition_metric(self, logs: dict[str, Tensor]) -> bool:
         """Return whether the value is there; subclasses of programs for Lightning override it."""
@@ -254,10 +259,10 @@ class EarlyStopping(Callback):
         better, value = self.monitor_op, f"{self.monitor} = {current}"
         if self.check_finite and not torch.isfinite(current):
             self.stopping_reason = EarlyStoppingReason.NON_FINITE_METRIC
-            reason = f"Monitored metric {value} is not finite; the best value was {self.best_score:.3f}."
+            reason = f"Monitored metric {value} is not finite. Previous best value was {self.best_score:.3f}."
         elif self.stopping_threshold is not None and better(current, self.stopping_threshold):
             self.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
-            is_better = f"{value} {self.order_dict[self.mode]} stopping_threshold={self.stopping_threshold}"
+            is_better = f"{value} {self.order_dict[self.mode]} {self.stopping_threshold}"
             reason = f"Stopping threshold reached: {is_better}."
         elif self.divergence_threshold is not None and better(-current, -self.divergence_threshold):
             self.stopping_reason = EarlyStoppingReason.DIVERGENCE_THRESHOLD
@@ -274,16 +279,16 @@ class EarlyStopping(Callback):
                 return False, None
             self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
             reason = (
-                f"Monitored metric {self.monitor} did not improve in the last {self.wait_count} checks; the best value "
-                f"is {self.best_score:.3f}."
+                f"Monitored metric {self.monitor} did not improve in the last {self.wait_count} records. Best score: "
+                f"{self.best_score:.3f}."
             )
         return True, reason + _TRAINING_STOPS
 
     def _improvement_message(self, current: Tensor) -> str:
         if not torch.isfinite(self.best_score):
-            return f"{self.monitor} improved to {current:.3f}."
+            return f"Metric {self.monitor} improved. New best score: {current:.3f}"
         change = f"{abs(self.best_score - current):.3f} >= min_delta = {abs(self.min_delta)}"
-        return f"{self.monitor} improved by {change}, to {current:.3f}."
+        return f"Metric {self.monitor} improved by {change}. New best score: {current:.3f}"
 
 
 class MonitorNotLogged(MisconfigurationException, RuntimeError):

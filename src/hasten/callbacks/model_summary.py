@@ -139,6 +139,8 @@ class RichModelSummary(ModelSummary):
             table.add_row(*(Text(cell) for cell in row))
         console = get_console()
         console.print(table)
+        grid = Table.grid()
         below = totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         for number, what in below:
-            console.print(Text.assemble((what, "bold"), f": {number}"))
+            grid.add_row(Text.assemble((what, "bold"), f": {number}"))
+        console.print(grid)

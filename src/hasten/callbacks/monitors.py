@@ -114,7 +114,9 @@ class LearningRateMonitor(Callback):
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:
         stats = self._extract_stats(trainer, interval)
         if stats and trainer.is_global_zero:
-            _log_to_all(trainer, stats, step)
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(stats), step=step)
+            trainer.note_row(stats, step)
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
         """Return the learning rates of schedulers that step at ``interval``; of all for "any"."""
@@ -222,12 +224,6 @@ def _is_due(trainer: Trainer, step: int) -> bool:
     """Return whether values of a step go to the loggers, of which ``step`` have begun."""
     every = trainer.log_every_n_steps
     return bool(every) and (step % every == 0 or trainer.should_stop)
-
-
-def _log_to_all(trainer: Trainer, values: dict[str, float], step: int) -> None:
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics=dict(values), step=step)
-    trainer.note_row(values, step)
 
 
 def _updates(trainer: Trainer) -> int:
@@ -510,7 +506,9 @@ class ThroughputMonitor(Callback):
         if metrics:
             if measured.stage is RunningStage.TRAINING:
                 metrics["epoch"] = trainer.current_epoch
-            _log_to_all(trainer, metrics, step)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics=dict(metrics), step=step)
+            trainer.note_row(metrics, step)
 
 
 class StageThroughput(Throughput):

@@ -490,8 +490,10 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
 
 
 def epoch_text(current_epoch: int, max_epochs: int | None) -> str:
-    """Return what stands in front of the bar of training: the epoch, counted from 1, and how many there are."""
-    return f"Epoch {current_epoch + 1}" + (f"/{max_epochs}" if max_epochs is not None and max_epochs > 0 else "")
+    """Return what stands in front of the bar of training: the epoch, and how many there are."""
+    first = 0 if conventions.current().bars_have_counters else 1
+    last = f"/{max_epochs - 1 + first}" if max_epochs is not None and max_epochs > 0 else ""
+    return f"Epoch {current_epoch + first}{last}"
 
 
 def convert_inf(total: float | None) -> float | None:

@@ -13,7 +13,7 @@ from hasten._lib.errors import MisconfigurationException, parts_of
 from hasten._lib.names import LightningEnum
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.hooks import use_hooks
-from hasten.loops.progress import RunningStage
+from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.signals import StopRequests
 from hasten.module.callback import Callback
 
@@ -130,8 +130,8 @@ class Timer(Callback):
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
             self._deadline = started + self._duration - self._offset
-            # A program may call the hook before the Trainer has run.
-            if trainer.state.fn is not None:
+            # A program may call the hook before the Trainer has run, or with a Mock of one.
+            if isinstance(trainer.state.fn, TrainerFn):
                 trainer.current_run.observers.pace.deadline = time.perf_counter() + self._duration - self._offset
         self._check_time_remaining(trainer, self._offset)
 
@@ -151,7 +151,7 @@ class Timer(Callback):
 
     def on_fit_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once if no time is left."""
-        self._check_time_remaining(trainer, self.time_elapsed())
+        self._check_time_remaining(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         now = time.monotonic()
@@ -163,7 +163,7 @@ class Timer(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         if self._interval == Interval.epoch:
-            self._check_time_remaining(trainer, self.time_elapsed())
+            self._check_time_remaining(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
@@ -187,11 +187,11 @@ class Timer(Callback):
     def _begin(self, stage: RunningStage, now: float) -> None:
         self._start_time[stage], self._end_time[stage] = now, None
 
-    def _check_time_remaining(self, trainer: Trainer, elapsed: float) -> None:
+    def _check_time_remaining(self, trainer: Trainer, elapsed: float | None = None) -> None:
         if self._duration is None:
             return
         # Clocks differ between processes; the first one decides for all.
-        if trainer.strategy.broadcast(elapsed >= self._duration):
+        if trainer.strategy.broadcast((self.time_elapsed() if elapsed is None else elapsed) >= self._duration):
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ import reprlib
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -95,6 +95,8 @@ class _NoSuchArgument(ValueError, KeyError):
 
 class HyperparametersMixin:
     """``save_hyperparameters`` and ``hparams``, shared by modules and datamodules."""
+
+    _log_hyperparams: bool = False
 
     def save_hyperparameters(
         self,
@@ -458,10 +460,15 @@ def is_picklable(obj: object) -> bool:
 def remove_unpicklable(*owners: HyperparametersMixin | None) -> None:
     """Remove hyper-parameters that a checkpoint of Lightning could not hold, with a warning for each."""
     for owner in owners:
-        hparams = {} if owner is None else owner.hparams
-        for name in [name for name, value in hparams.items() if not _is_omegaconf(hparams) and not is_picklable(value)]:
-            del hparams[name]
-            rank_zero_warn(f"Attribute {name!r} removed from hparams because it cannot be pickled.")
+        if owner is not None and not _is_omegaconf(owner.hparams):
+            clean_namespace(owner.hparams)
+
+
+def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
+    """Remove entries that cannot be pickled, with a warning for each."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        del hparams[name]
+        rank_zero_warn(f"Attribute {name!r} removed from hparams because it cannot be pickled.")
 
 
 def construct(
@@ -727,17 +734,18 @@ def yaml_with_tuples(text: str | IO[str]) -> Any:
 
 
 def _read_hparams(path: PathLike) -> dict[str, Any]:
-    if conventions.current().mistakes_are_warnings and not Path(path).is_file():
+    kind, why = Path(path).suffix.lower(), ""
+    is_readable = kind in (".csv", ".yaml", ".yml")
+    if is_readable and conventions.current().mistakes_are_warnings and not Path(path).is_file():
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}
-    kind, why = Path(path).suffix.lower(), ""
-    content = Path(path).read_bytes()
+    content = Path(path).read_bytes() if is_readable else b""
     try:
         text = content.decode()
         if kind == ".csv":
             return {key: convert(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
         data = yaml_with_tuples(text) or {}
-        if kind in (".yaml", ".yml") and isinstance(data, dict) and all(isinstance(name, str) for name in data):
+        if is_readable and isinstance(data, dict) and all(isinstance(name, str) for name in data):
             return data
     except Exception as error:  # yaml has many, and raises others for a date that makes no sense
         why = f" it cannot be read ({files.first_line(error)})."

@@ -28,7 +28,8 @@ def _is_mock(trainer: Trainer) -> bool:
 class ModelCheckpoint(checkpoint.ModelCheckpoint, metaclass=Facade):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_mock(trainer):
-            trainer.checkpoint_callbacks = [self]
+            trainer.checkpoint_callbacks, trainer.total_batch_idx, trainer.runtime.writer = [self], 0, None
+            trainer.runtime.several_processes = trainer.strategy.engine.holds_gradients = False
         super().on_train_start(trainer, pl_module)
 
 

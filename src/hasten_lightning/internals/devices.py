@@ -15,6 +15,7 @@ from hasten._lib.errors import make_error
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from hasten.machine.devices import best_accelerator
 from hasten.resolve import precision_name
+from hasten.seed import collect_rng_state
 from hasten_lightning.utilities import rank_zero_info, rank_zero_warn
 from hasten_lightning.utilities.exceptions import MisconfigurationException
 from hasten_lightning.utilities.warnings import PossibleUserWarning
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 _GPUs = int | str | list[int] | tuple[int, ...] | None
 _TYPES = "Device IDs (GPU/TPU) must be an int, a string, a sequence of ints, but you passed"
+
+
+def collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
+    """Return the states of all random generators of this process."""
+    return collect_rng_state(cuda=include_cuda)
 
 
 def parse_gpu_ids(gpus: _GPUs, include_cuda: bool = False, include_mps: bool = False) -> list[int] | None:

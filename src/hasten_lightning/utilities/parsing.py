@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 
 from hasten.extend import frames
-from hasten.module.hparams import AttributeDict, HyperparametersMixin, is_picklable
+from hasten.module.hparams import AttributeDict, HyperparametersMixin, clean_namespace, is_picklable
 from hasten.module.module import trainer_of
-
-
-def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
-    """Remove entries that cannot be pickled."""
-    for key in [key for key, value in hparams.items() if not is_picklable(value)]:
-        del hparams[key]
 
 
 def get_init_args(frame: types.FrameType) -> dict[str, Any]:

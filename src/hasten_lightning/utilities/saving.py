@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
 from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.loggers.base import as_dict, plain
@@ -63,10 +64,9 @@ def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) ->
 
     Plain values come back whatever ``use_omegaconf`` is.
     """
-    system = get_filesystem(config_yaml)
-    if not system.exists(os.fspath(config_yaml)):
+    if not _is_there(config_yaml):
         return {}
-    with _named(config_yaml), system.open(os.fspath(config_yaml), "r") as file:
+    with _named(config_yaml), get_filesystem(config_yaml).open(os.fspath(config_yaml), "r") as file:
         found: dict[str, Any] = yaml_with_tuples(file) or {}
     return found
 
@@ -84,11 +84,17 @@ def save_hparams_to_yaml(
 
 def load_hparams_from_tags_csv(tags_csv: PathLike) -> dict[str, Any]:
     """Return the hyper-parameters in a CSV file with the columns key and value; {} without the file."""
-    system = get_filesystem(tags_csv)
-    if not system.exists(os.fspath(tags_csv)):
+    if not _is_there(tags_csv):
         return {}
-    with _named(tags_csv), system.open(os.fspath(tags_csv), "r", newline="") as file:
+    with _named(tags_csv), get_filesystem(tags_csv).open(os.fspath(tags_csv), "r", newline="") as file:
         return {row["key"]: convert(row["value"]) for row in csv.DictReader(file)}
+
+
+def _is_there(path: PathLike) -> bool:
+    found: bool = get_filesystem(path).exists(os.fspath(path))
+    if not found:
+        rank_zero_warn(f"Missing Tags: {path}.", RuntimeWarning)
+    return found
 
 
 @contextmanager
