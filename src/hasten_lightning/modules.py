@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.optional import hidden
 from hasten.extend import frames
 from hasten_lightning.facades import annotate, original
 from hasten_lightning.names import PRODUCTS, VERSION, alternative_to, read_table
@@ -61,6 +62,14 @@ def _flags() -> dict[str, Any]:
     return vars(importlib.import_module("hasten.utilities.imports"))
 
 
+def _module_of_flag(name: str) -> str | None:
+    """Return the module whose presence a flag such as ``_RICH_AVAILABLE`` tells; None for other names."""
+    if not (name.startswith("_") and name.endswith("_AVAILABLE")):
+        return None
+    module = name.removesuffix("_AVAILABLE").removesuffix("_SIGNATURES").lower()[1:]
+    return "comet_ml" if module == "comet" else module
+
+
 class AliasModule(ModuleType):
     """A module of Lightning with hasten's objects, which are imported when they are first used."""
 
@@ -88,12 +97,15 @@ class AliasModule(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a name here and where hasten uses it, so that programs can replace parts of Lightning."""
         super().__setattr__(name, value)
+        if (module := _module_of_flag(name)) is not None:
+            (hidden.discard if value else hidden.add)(module)
         for home, there in () if isinstance(value, AliasModule) else _places(self.__name__, name):
             _REPLACED.setdefault((self.__name__, name), getattr(home, there))
             setattr(home, there, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
+        hidden.discard(_module_of_flag(name) or "")
         if (self.__name__, name) in _REPLACED:
             before = _REPLACED.pop((self.__name__, name))
             for home, there in _places(self.__name__, name):
@@ -110,6 +122,7 @@ def restore() -> None:
         for home, there in _places(module, name):
             setattr(home, there, value)
     _REPLACED.clear()
+    hidden.clear()
 
 
 def _places(module: str, name: str) -> list[tuple[ModuleType, str]]:

@@ -153,6 +153,22 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
         spikes.on_train_batch_end(Mock(), Mock(), torch.tensor(50.0), None, 3)
 
 
+def test_a_patched_flag_says_that_a_package_is_missing() -> None:
+    from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar
+    from lightning.pytorch.callbacks.progress import rich_progress
+
+    with patch("lightning.pytorch.callbacks.progress.rich_progress._RICH_AVAILABLE", False):
+        for kind in (RichProgressBar, RichModelSummary):
+            with refused(ModuleNotFoundError, says=(kind.__name__, "pip install rich")):
+                kind()
+    RichProgressBar()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rich_progress, "_RICH_AVAILABLE", False)
+        with refused(ModuleNotFoundError, says="rich"):
+            RichModelSummary()
+    RichModelSummary()
+
+
 def test_a_logger_gets_the_learning_rates_as_from_lightning() -> None:
     from lightning.pytorch.callbacks import LearningRateMonitor
     from lightning.pytorch.loggers import CSVLogger

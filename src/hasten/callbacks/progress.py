@@ -421,7 +421,8 @@ class DrawnProgressBar(ProgressBar):
     def _refresh(self, bar: Any, n: int, metrics: dict[str, Any] | None = None) -> None:
         if bar.disable:
             return
-        bar.n = n
+        if bar.n != n:
+            bar.n = n
         if metrics is not None:
             self._describe(bar, metrics)
         bar.refresh()
