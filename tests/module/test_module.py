@@ -185,8 +185,8 @@ def test_log_and_log_dict_take_the_same_options() -> None:
     given: list[Any] = []
 
     class Logs(Classifier):
-        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            given.append((name, value, inspect.signature(super().log).bind(name, value, *args, **kwargs).arguments))
+        def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            given.append((name, value, inspect.signature(super().log).bind(name, value, **kwargs).arguments))
 
     options: dict[str, Any] = {
         "prog_bar": True, "logger": False, "on_step": True, "on_epoch": False, "reduce_fx": "max",

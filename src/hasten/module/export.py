@@ -78,7 +78,7 @@ class ModelExport:
                 # As in the summary, a list holds the arguments of forward.
                 example = tuple(example) if isinstance(example, list) else example
                 inputs = self._inputs("to_torchscript(method='trace')", "example_inputs", example)
-                scripted = torch.jit.trace(module, inputs, **kwargs)
+                scripted = torch.jit.trace(func=module, example_inputs=inputs, **kwargs)
         if file_path is not None:
             import fsspec
 

@@ -111,9 +111,11 @@ class LogMethods:
             self._log_into_fabric(dict(items), logger)
             return
         for name, value in items:
+            # By name: programs override log with the parameters that they use, and **kwargs.
             self.log(
-                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
-                sync_dist_group, add_dataloader_idx, batch_size, None, rank_zero_only,
+                name=name, value=value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
+                reduce_fx=reduce_fx, enable_graph=enable_graph, sync_dist=sync_dist, sync_dist_group=sync_dist_group,
+                add_dataloader_idx=add_dataloader_idx, batch_size=batch_size, rank_zero_only=rank_zero_only,
             )  # fmt: skip
 
     def _log_into_fabric(self, values: Mapping[str, Any], logger: bool | None) -> None:
@@ -126,7 +128,7 @@ class LogMethods:
                     fix="Log one number by its name, and several with self.log_dict({name: number, ...}).",
                 )
         if self._fabric is not None and logger is not False:
-            self._fabric.log_dict(values)
+            self._fabric.log_dict(metrics=values)
 
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         """Log without values of a run."""
