@@ -223,9 +223,8 @@ def test_what_is_pruned_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         return [record.message for record in caplog.records if "%)" in record.message]
 
     lines = reported(verbose=2)
-    assert [line for line in lines if "(50.00%) ->" in line] == [lines[3]]
-    assert lines[3].endswith("4/8 (50.00%) -> 8/8 (100.00%) pruned")
-    assert lines[5].startswith("  layers.3.bias: ")
+    assert lines[3] == "Applied `L1Unstructured`. Pruned: 4/8 (50.00%) -> 8/8 (100.00%)"
+    assert lines[5].startswith("Applied `L1Unstructured` to `layers.3.bias` with amount=4. Pruned: ")
     assert (len(lines), len(reported(verbose=1)), reported()) == (6, 2, [])
 
 

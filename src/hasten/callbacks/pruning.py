@@ -373,13 +373,12 @@ class ModelPruning(Callback):
         after = [self._pruned(module, name) for module, name in self._parameters_to_prune]
         total = sum(count for _, count in after)
         old, new = (sum(zeros for zeros, _ in stats) for stats in (before, after))
-        rank_zero_info(
-            f"{self._pruning_method_name}, amount={amount}: {old}/{total} ({old / total:.2%}) -> "
-            f"{new}/{total} ({new / total:.2%}) pruned"
-        )
+        applied = f"Applied `{self._pruning_method_name}`"
+        rank_zero_info(f"{applied}. Pruned: {old}/{total} ({old / total:.2%}) -> {new}/{total} ({new / total:.2%})")
         if self._verbose == 2:
             for path, (old, _), (new, total) in zip(self._paths, before, after, strict=True):
-                rank_zero_info(f"  {path}: {old}/{total} -> {new}/{total} ({new / total:.2%})")
+                shares = f"{old} ({old / total:.2%}) -> {new} ({new / total:.2%})"
+                rank_zero_info(f"{applied} to `{path}` with amount={amount}. Pruned: {shares}")
 
 
 def _original(module: nn.Module, name: str) -> Any:

@@ -197,7 +197,7 @@ class Timer(Callback):
     def _stop(self, trainer: Trainer) -> None:
         if self._verbose and not trainer.should_stop:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            rank_zero_info(f"Time limit reached. Elapsed time is {elapsed}. Training stops.")
+            rank_zero_info(f"Time limit reached. Elapsed time is {elapsed}. Signaling Trainer to stop.")
         trainer.should_stop = True
 
 
