@@ -617,7 +617,10 @@ CASES = (
     Case("record (run.jsonl)", "folder removed", record, removed, 0, "record of this run cannot", "10 20 30 40"),
     Case("record (run.jsonl)", "full", record, full, 0, "record of this run cannot", "10 20 30 40", SMALL),
     Case("cache", "read-only from the beginning", cache, nothing, 0, "trained 40", "10 20 30 40", "size=8m,ro"),
-    Case("worker", "killed, as by the OOM killer", workers(die), nothing, 1, "killed by signal: Killed", "10 (1.|20)"),
+    Case(
+        "worker", "killed, as by the OOM killer", workers(die), nothing, 1,
+        "killed by signal: Killed|has ended before its batch", "10 (1.|20)",
+    ),
     Case("worker", "out of memory (RLIMIT_AS)", workers(take_memory), nothing, 1, "MemoryError", "10 20"),
     Case(
         "worker", "out of memory (control group)", limited, nothing, 1, "killed by signal: Killed", "10 (1.|20)",

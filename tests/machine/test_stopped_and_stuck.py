@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,25 @@ def test_workers_that_send_nothing_are_named_and_can_be_left(tmp_path: Path, sai
     with pytest.raises(SystemExit):
         train(tmp_path / "two", [loader(0.0), loader(600.0)])
     assert not (tmp_path / "two" / "last.ckpt").exists()
+
+
+class Ending(Late):
+    """Gives no memory away while the batch before waits to be read, as a process that is about to end."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 8:
+            time.sleep(0.1)
+            resource_sharer.stop()
+        return super().__getitem__(index)
+
+
+class Slow(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.3 if batch_idx == 0 else 0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_of_a_worker_that_has_ended_is_explained() -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        quiet(limit_val_batches=0).fit(Slow(), DataLoader(Ending(), batch_size=4, num_workers=1))
+    assert "A worker process of the DataLoader has ended before its batch was read" in raised.value.__notes__[-1]

@@ -392,6 +392,18 @@ def _none_for_loader(_: re.Match[str], place: _Place) -> str:
     return "The Trainer has no loaders yet: self.trainer.estimated_stepping_batches is the number of steps."
 
 
+_WORKER_ENDED = (
+    "Workers read ahead, so it may be a sample of a later batch. num_workers=0 shows its error; if there is none, "
+    "memory ran out: use fewer workers, or smaller batches."
+)
+
+
+def _unread(_: re.Match[str], place: _Place) -> str:
+    """Explain how a batch ends whose worker ended before the batch was read: torch asks the worker for its memory."""
+    asks = any(frame.f_code.co_name == "rebuild_storage_fd" for frame in place.frames)
+    return f"A worker process of the DataLoader has ended before its batch was read. {_WORKER_ENDED}" if asks else ""
+
+
 def _parameters_of_layer(_: re.Match[str], place: _Place) -> str:
     given = place.frames[-1].f_locals.get("params") if place.frames else None
     return "Give the optimizer parameters: write .parameters() after the layer." if isinstance(given, nn.Module) else ""
@@ -826,9 +838,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "DataLoader(..., collate_fn=...) that pads them, for instance torch.nn.utils.rnn.pad_sequence"),
     (r"default_collate: batch must contain .* found <class '([\w.]+)'>", (TypeError,),
      lambda m, _: f"Return tensors, numbers, dicts or tuples from __getitem__, not {m[1]}, or pass a collate_fn."),
-    (r"DataLoader worker .*(?:exited unexpectedly|is killed)", (RuntimeError,),
-     "Workers read ahead, so it may be a sample of a later batch. num_workers=0 shows its error; if there is none, "
-     "memory ran out: use fewer workers, or smaller batches."),
+    (r"DataLoader worker .*(?:exited unexpectedly|is killed)", (RuntimeError,), _WORKER_ENDED),
+    (r"", (ConnectionError, EOFError, FileNotFoundError), _unread),
     (r"start_method=", (TypeError,), ""),
     (r"[Cc]an't (?:pickle|get local object).*(?:lambda|<locals>)|attribute lookup .*<lambda>", _ANY,
      "Define it by def at the top of a file, not as a lambda or inside a function: worker processes get the dataset, "
