@@ -400,7 +400,7 @@ _WORKER_ENDED = (
 
 def _unread(_: re.Match[str], place: _Place) -> str:
     """Explain how a batch ends whose worker ended before the batch was read: torch asks the worker for its memory."""
-    asks = any(frame.f_code.co_name == "rebuild_storage_fd" for frame in place.frames)
+    asks = any(file_of(frame).endswith("reductions.py") for frame in place.frames)
     return f"A worker process of the DataLoader has ended before its batch was read. {_WORKER_ENDED}" if asks else ""
 
 
