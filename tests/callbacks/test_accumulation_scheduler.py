@@ -101,3 +101,9 @@ def test_contradictions_are_refused_before_training() -> None:
     manual.automatic_optimization = False
     with refused(RuntimeError, says="Untrained"):
         quiet(callbacks=[callback]).fit(manual, loader(4))
+
+
+def test_it_may_be_asked_with_a_trainer_that_has_not_begun() -> None:
+    trainer = L.Trainer(logger=False, enable_checkpointing=False)
+    GradientAccumulationScheduler({0: 1, 5: 2}).on_train_start(trainer, Classifier())
+    assert trainer.accumulate_grad_batches == 1

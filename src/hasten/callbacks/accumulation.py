@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.callbacks.early_stopping import ends_before
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -101,7 +102,7 @@ class GradientAccumulationScheduler(Callback):
         """Set the number for the current epoch, which may be resumed in its middle."""
         if not self._active:
             self._check(trainer, pl_module)
-        if 0 < trainer.max_epochs <= min(self.epochs[1:], default=0) and self.scheduling[0] == 1:
+        if self.scheduling[0] == 1 and self.epochs[1:] and ends_before(trainer, min(self.epochs[1:])):
             rank_zero_warn(
                 f"GradientAccumulationScheduler(scheduling={self.scheduling}): epochs count from 0, and "
                 f"Trainer(max_epochs={trainer.max_epochs}) ends before any of them.",

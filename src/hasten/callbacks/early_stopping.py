@@ -382,6 +382,13 @@ def begins_anew(trainer: Trainer) -> bool:
     return trainer.ckpt_path is None and not trainer.progress.total_batches
 
 
+def ends_before(trainer: Trainer, epoch: int) -> bool:
+    """Return whether a fit is known to end before this epoch; epochs count from 0."""
+    # None before the first fit.
+    epochs: Any = trainer.max_epochs
+    return isinstance(epochs, int) and 0 < epochs <= epoch
+
+
 def validates(trainer: Trainer) -> bool:
     """Return whether this fit validates at all."""
     return not trainer.current_run.data.validation.is_off()

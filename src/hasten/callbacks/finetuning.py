@@ -11,6 +11,7 @@ from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.callbacks.early_stopping import ends_before
 from hasten.checkpoint.files import is_plain
 from hasten.module.callback import Callback
 
@@ -347,7 +348,7 @@ class BackboneFinetuning(BaseFinetuning):
                     fix=f"{did_you_mean('backbone', parts)} Assign the module to finetune to self.backbone.",
                 )
             self.previous_backbone_lr = None
-            if trainer.max_epochs > 0 and self.unfreeze_backbone_at_epoch >= trainer.max_epochs:
+            if ends_before(trainer, self.unfreeze_backbone_at_epoch):
                 rank_zero_warn(
                     f"BackboneFinetuning(unfreeze_backbone_at_epoch={self.unfreeze_backbone_at_epoch}): epochs count "
                     f"from 0, and with Trainer(max_epochs={trainer.max_epochs}) the backbone stays frozen.",
