@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
@@ -18,6 +20,7 @@ from hasten_lightning.internals.checkpoint_connector import CheckpointConnector,
 from hasten_lightning.internals.hooks import CallbackConnector
 from hasten_lightning.internals.modules import with_external_callbacks
 from hasten_lightning.internals.results import Results
+from hasten_lightning.loops.views import EvaluationLoop, evaluation_loop
 from hasten_lightning.utilities.enums import GradClipAlgorithmType
 
 if TYPE_CHECKING:
@@ -115,11 +118,13 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         return self._logger_connector.active_loop
 
     @property
-    def _evaluation_loop(self) -> Any:
-        """The loop of the evaluation that runs."""
-        if not self.evaluating:
-            raise RuntimeError("Trainer._evaluation_loop: no evaluation runs.")
-        return self._active_loop
+    def _evaluation_loop(self) -> EvaluationLoop:
+        return evaluation_loop(self)
+
+    def _show_results(self, results: list[dict[str, float]], stage: str) -> None:
+        # Programs replace the method, and read values with ``item()``.
+        tensors = [{name: torch.tensor(value) for name, value in result.items()} for result in results]
+        self._evaluation_loop._print_results(tensors, stage)
 
     @property
     def _callback_connector(self) -> CallbackConnector:

@@ -762,3 +762,81 @@ def test_warnings_come_in_each_run() -> None:
             quiet(limit_predict_batches=1).predict(Forgets())
         with warned(UserWarning, says="not attached"):
             Forgets().log("a", 1.0)
+
+
+def test_a_loop_of_a_package_prints_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _OUT_DICT
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+
+    class Prints(_EvaluationLoop):  # type: ignore[misc]
+        @staticmethod
+        def _print_results(results: list[_OUT_DICT], stage: str) -> None:
+            shown.append((stage, results[0]["test_loss"].item()))
+
+    class Runs(_EvaluationLoop):  # type: ignore[misc]
+        def run(self) -> None:
+            pass
+
+    class Model(Classifier):
+        def on_validation_end(self) -> None:
+            seen.append((self.trainer._evaluation_loop.verbose, self.trainer._evaluation_loop.inference_mode))
+
+        on_test_end = on_validation_end
+
+    shown: list[Any] = []
+    seen: list[Any] = []
+    of_test = (TrainerFn.TESTING, RunningStage.TESTING)
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with refused(RuntimeError, says="no call evaluates"):
+        trainer._evaluation_loop
+    for loop in (None, Runs(trainer, *of_test)):
+        with refused(AttributeError, says="test_loop cannot be replaced"):
+            trainer.test_loop = loop
+    with refused(ValueError, says="inference_mode=False): the Trainer has inference_mode=True"):
+        Prints(trainer, *of_test, inference_mode=False)
+    trainer.test_loop = Prints(trainer, *of_test, inference_mode=True)
+    model = Model()
+    trainer.fit(model, loader(), loader())
+    assert trainer._evaluation_loop is trainer.fit_loop.epoch_loop.val_loop
+    trainer.test(model, loader(), verbose=False)
+    result = trainer.test(model, loader())
+    assert trainer._evaluation_loop is trainer.test_loop
+    assert shown == [("test", result[0]["test_loss"])]
+    trainer.validate_loop._print_results = lambda results, stage: shown.append(stage)
+    trainer.validate(model, loader())
+    assert shown[1:] == ["validate"]
+    assert seen == [(False, False), (False, False), (False, True), (True, True), (True, True)]
+    assert "metric" not in capsys.readouterr().out
+
+
+def test_what_a_loop_reads_and_what_it_predicted() -> None:
+    from lightning.pytorch import Callback, Trainer
+
+    class Empties(Callback):
+        def on_predict_batch_end(self, trainer: Any, *_: Any) -> None:
+            loop = trainer.predict_loop
+            seen.append([len(predictions) for predictions in loop._predictions])
+            loop._predictions = [[] for _ in range(loop.num_dataloaders)]
+
+    class Model(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> int:
+            return batch_idx
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def on_fit_start(self) -> None:
+            seen.append(type(self.trainer.fit_loop._data_source.instance))
+
+    seen: list[Any] = []
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Empties()])
+    model = Model()
+    trainer.fit(model)
+    trainer.fit(model, given := loader())
+    assert seen == [Model, type(given)]
+    seen.clear()
+    assert trainer.predict(model, loader(12)) == [2]
+    assert trainer.predict(model, [loader(8), loader(4)]) == [[], [0]]
+    assert seen == [[0], [1], [1], [0, 0], [1, 0], [1, 0]]

@@ -25,7 +25,6 @@ from hasten.loops.run_data import LIMIT_OF, STEP_OF, DataloaderIterator, StageDa
 from hasten.loops.schedule import Stopped, step_on_monitored
 from hasten.loops.user_code import annotate, check_takes_loader, compiled_step, step_of, takes, takes_iterator
 from hasten.module import LightningModule
-from hasten.report.summary import print_results
 from hasten.seed import isolate_rng
 
 
@@ -169,8 +168,11 @@ def _end_epoch(run: Run, stage: str) -> list[dict[str, float]]:
     return by_loader
 
 
-def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[str, float]]:
-    """Evaluate, and print the values logged if ``verbose``; what ``validate`` and ``test`` do."""
+def evaluate_and_print(
+    run: Run, *, testing: bool, verbose: bool, show: Callable[[list[dict[str, float]], str], None]
+) -> list[dict[str, float]]:
+    """Evaluate, and ``show`` the values logged if ``verbose``; what ``validate`` and ``test`` do."""
+    run.evaluation.prints = verbose
     source = run.data.test if testing else run.data.validation
     if source.is_off():
         if source.is_switched_off:
@@ -183,8 +185,8 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     check_takes_loader(run, "test" if testing else "validation", len(source.load()))
     results = evaluate(run, source)
     run.limits.leave_if_stopped()
-    if verbose and run.runtime.is_global_zero:
-        print_results(results, source.stage)
+    if run.evaluation.prints and run.runtime.is_global_zero:
+        show(results, source.stage)
     return results
 
 
@@ -407,14 +409,17 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     run.evaluation.returns_predictions = return_predictions
     if run.data.predict.is_off():
         return None
-    hooks, module, several = run.hooks, run.module, len(run.data.predict.load()) > 1
-    check_takes_loader(run, "predict", len(run.data.predict.load()))
+    hooks, module, count = run.hooks, run.module, len(run.data.predict.load())
+    several = count > 1
+    check_takes_loader(run, "predict", count)
     run.runtime.strategy.sharding.reshard()
     if run.conventions.samplers_learn_epoch:
         run.data.predict.tell_samplers(run.progress.current_epoch)
     restore = _remember_modes(run)
     module.on_predict_model_eval()
-    outputs: list[list[Any]] = []
+    outputs: list[list[Any]] = [[] for _ in range(count)]
+    # Callbacks read it during the run, and empty it after each batch.
+    run.evaluation.kept_predictions = outputs if several else (outputs[0] if outputs else [])
     run.evaluation.epoch_batch_indices = []
     run.evaluation.stage, run.evaluation.began_at = "predict", run.progress.evaluated
     try:
@@ -425,17 +430,15 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             if return_predictions and not run.evaluation.keeps_predictions:
                 _warn_of_shuffled(run.data.predict)
             fetches = takes_iterator(module.predict_step)
-            for loader_idx in range(len(run.data.predict.load())):
-                outputs.append([])
+            for loader_idx in range(count):
                 run.evaluation.epoch_batch_indices.append([])
                 if not fetches:
-                    _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
+                    _predict_loader(run, loader_idx, several, outputs[loader_idx] if keeps else None)
             if fetches:
                 _evaluate_fetched(
                     run, run.data.predict, lambda output, index: outputs[index].append(output) if keeps else None
                 )
             leave_evaluation(run)
-            run.evaluation.kept_predictions = outputs if several else (outputs[0] if outputs else [])
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()
     finally:

@@ -276,6 +276,7 @@ class Evaluation:
     kept_predictions: Any = None
     keeps_predictions: bool = False
     returns_predictions: bool = True
+    prints: bool = True
     batch_indices: list[int] = field(default_factory=list)
     epoch_batch_indices: list[list[list[int]]] = field(default_factory=list)
 

@@ -108,7 +108,11 @@ class StageData:
 
     def has_data(self) -> bool:
         """Return whether the call, the datamodule or the module provides this stage's data."""
-        return self.given is not None or self._owner() is not None
+        return self.given_or_owner() is not None
+
+    def given_or_owner(self) -> Any:
+        """Return the loaders passed to the call, or the datamodule or module whose hook gives them, or None."""
+        return self._owner() if self.given is None else self.given
 
     def is_off(self, *, loads: bool = True) -> bool:
         """Return whether the stage has nothing to do; ``loads=False`` does not ask for the loaders to find out."""

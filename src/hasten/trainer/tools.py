@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten.trainer.properties import TrainerView
     from hasten.types import Dataloaders, PathLike
+    from hasten_lightning.internals.results import LoggerConnector
+    from hasten_lightning.loops.views import LoopView
     from hasten_tools.preflight.report import CheckReport
     from hasten_tools.speed.advice import Advice
     from hasten_tools.speed.levers import Lever
 
-L = TypeVar("L")
+L = TypeVar("L", bound="LoopView | LoggerConnector")
 
 
 class LoopOf(Generic[L]):
@@ -52,7 +54,11 @@ class LoopOf(Generic[L]):
         loop: L = instance._loops[self._name]
         return loop
 
-    def __set__(self, instance: TrainerView, value: object) -> None:
+    def __set__(self, instance: TrainerView, value: LoopView) -> None:
+        ours = self.__get__(instance, type(instance))
+        if isinstance(value, type(ours)) and value.replaces(ours):
+            instance._loops[self._name] = value
+            return
         raise AttributeError(
             f"Trainer.{self._name} cannot be replaced: the loop is a function of hasten, and this is a view of it. To "
             "change what happens in a run, override hooks of the module, write a callback, or use Fabric for a loop "

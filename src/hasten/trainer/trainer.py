@@ -48,6 +48,7 @@ from hasten.optim.backward import to_clip
 from hasten.profilers.base import PassThroughProfiler, Profiler
 from hasten.profilers.base import resolve as resolve_profiler
 from hasten.record.history import History
+from hasten.report.summary import print_results
 from hasten.resolve import runtime as resolve_runtime
 from hasten.seed import set_deterministic
 from hasten.trainer import limited_runs, parts, requeue
@@ -427,7 +428,7 @@ class Trainer(TrainerView):
             ValueError: ``validation_step`` or the data is missing.
 
         """
-        body = functools.partial(evaluate_and_print, testing=False, verbose=verbose)
+        body = functools.partial(evaluate_and_print, testing=False, verbose=verbose, show=self._show_results)
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
     @without_unknown
@@ -441,7 +442,7 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see ``validate``."""
-        body = functools.partial(evaluate_and_print, testing=True, verbose=verbose)
+        body = functools.partial(evaluate_and_print, testing=True, verbose=verbose, show=self._show_results)
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
     @without_unknown
@@ -713,6 +714,10 @@ class Trainer(TrainerView):
         check_call(self._arguments, fn.value, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)
         return self._call(fn, module, datamodule, {fn.value: dataloaders}, path, weights_only, body)
+
+    def _show_results(self, results: list[dict[str, float]], stage: str) -> None:
+        """Print what ``validate`` or ``test`` returns."""
+        print_results(results, stage)
 
     def _finish(self, run: Run) -> None:
         """End a run: on_fit_end, teardown, close loggers and loaders."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hasten.loops.progress import TrainerFn
 from hasten.runtime import ReadOnly
 from hasten.trainer.parts import default_logger
+from hasten_lightning.loops.views import evaluation_loop
 
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
@@ -124,12 +124,7 @@ class LoggerConnector:
             return trainer.fit_loop
         if trainer.predicting:
             return trainer.predict_loop
-        if trainer.testing:
-            return trainer.test_loop
-        if not trainer.evaluating:
-            return None
-        fitting = trainer.state.fn is TrainerFn.FITTING
-        return trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
+        return evaluation_loop(trainer) if trainer.evaluating else None
 
     @property
     def should_update_logs(self) -> bool:

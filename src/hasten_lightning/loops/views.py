@@ -15,7 +15,8 @@ from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
 from hasten.elsewhere import conventions
 from hasten.loops.evaluate import evaluate
-from hasten.loops.progress import TrainerFn, TrainerStatus
+from hasten.loops.progress import RunningStage, TrainerFn, TrainerStatus
+from hasten.report.summary import print_results
 from hasten.runtime import ReadOnly
 from hasten.trainer.settings import Setting
 from hasten_lightning.loops.counts import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hasten.optim import LRSchedulerConfig
     from hasten.trainer.properties import TrainerView
     from hasten.types import Dataloaders
+    from hasten_lightning.internals.results import LoggerConnector
 
 _MAX_EPOCHS = "Epochs to train; -1 for no limit."
 _MIN_EPOCHS = "Epochs to train before a callback may stop the run."
@@ -135,11 +137,21 @@ class LoopView(Loop):
 
     # The attributes with counters and loops.
     _names: tuple[str, ...] = ()
+    # What a subclass that replaces a loop may add: the run calls it.
+    _called: frozenset[str] = frozenset()
 
     _arguments = ReadOnly["Arguments"]("_trainer._arguments", "The arguments of the Trainer.")
 
     def _change(self, name: str, value: Any) -> None:
         self._trainer._change(name, value)
+
+    def replaces(self, loop: LoopView | LoggerConnector) -> bool:
+        """Return whether this may stand in the place of a loop: runs call all that its class adds to that one's."""
+        classes = type(self).__mro__
+        if not isinstance(loop, LoopView) or type(loop) not in classes or loop._trainer is not self._trainer:
+            return False
+        added = (vars(each) for each in classes[: classes.index(type(loop))])
+        return {name for names in added for name in names if not name.startswith("__")} <= self._called
 
     def _parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -228,7 +240,7 @@ class TrainingEpochLoop(LoopView):
 
     def __init__(self, trainer: TrainerView) -> None:
         super().__init__(trainer)
-        self._val_loop = EvaluationLoop(trainer, "validation", in_fit=True)
+        self._val_loop = EvaluationLoop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False)
         self._automatic, self._manual = AutomaticOptimization(trainer), ManualOptimization(trainer)
 
     val_loop = ReadOnly["EvaluationLoop"]("_val_loop", "The validation within fit.")
@@ -487,9 +499,22 @@ class EvaluationLoop(SourceLoop):
 
     _names = ("batch_progress",)
 
-    def __init__(self, trainer: TrainerView, source: str, *, in_fit: bool = False) -> None:
-        super().__init__(trainer, source)
-        self._in_fit = in_fit
+    _called = frozenset({"_print_results"})
+
+    def __init__(
+        self,
+        trainer: TrainerView,
+        trainer_fn: TrainerFn,
+        stage: RunningStage,
+        verbose: bool = True,
+        inference_mode: bool | None = None,
+    ) -> None:
+        super().__init__(trainer, {RunningStage.VALIDATING: "validation"}.get(stage, stage.value))
+        self._in_fit = trainer_fn is TrainerFn.FITTING
+        own = trainer._arguments.inference_mode
+        if inference_mode not in (None, own):
+            what = f"{type(self).__name__}(inference_mode={inference_mode}): the Trainer has inference_mode={own}."
+            raise make_error(ValueError, what, fix=f"Write Trainer(inference_mode={inference_mode}).")
 
     @property
     def batch_progress(self) -> LoopCounts:
@@ -539,8 +564,22 @@ class EvaluationLoop(SourceLoop):
 
     @property
     def inference_mode(self) -> bool:
-        """Whether evaluations outside of fit run in inference mode."""
-        return self._trainer._arguments.inference_mode
+        """Whether the evaluation runs in inference mode, which one within fit does not."""
+        return self._trainer._arguments.inference_mode and not self._in_fit
+
+    @property
+    def verbose(self) -> bool:
+        """Whether the values are printed when the evaluation has ended."""
+        run = self._trainer._run
+        return not self._in_fit and (run is None or run.evaluation.prints)
+
+    @verbose.setter
+    def verbose(self, verbose: bool) -> None:
+        self._trainer.current_run.evaluation.prints = verbose
+
+    @staticmethod
+    def _print_results(results: list[dict[str, Any]], stage: str) -> None:
+        print_results([{name: float(value) for name, value in result.items()} for result in results], stage)
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:
@@ -565,8 +604,8 @@ class DataSource:
 
     @property
     def instance(self) -> Dataloaders:
-        """The loaders that were given, or None; those that are assigned are read when they are asked for again."""
-        return None if self._source is None else self._source.given
+        """The loaders that were given, or the object that has them; what is assigned is read the next time."""
+        return None if self._source is None else self._source.given_or_owner()
 
     @instance.setter
     def instance(self, loaders: Dataloaders) -> None:
@@ -585,6 +624,9 @@ class DataSource:
 
 class PredictionLoop(EvaluationLoop):
     """``trainer.predict_loop``."""
+
+    def __init__(self, trainer: TrainerView, inference_mode: bool | None = None) -> None:
+        super().__init__(trainer, TrainerFn.PREDICTING, RunningStage.PREDICTING, inference_mode=inference_mode)
 
     @property
     def batch_progress(self) -> LoopCounts:
@@ -605,6 +647,17 @@ class PredictionLoop(EvaluationLoop):
         return [] if run is None else run.evaluation.kept_predictions or []
 
     @property
+    def _predictions(self) -> list[list[Any]]:
+        kept = self.predictions
+        return kept if self.num_dataloaders > 1 else [kept]
+
+    @_predictions.setter
+    def _predictions(self, predictions: list[list[Any]]) -> None:
+        # Assigned during the run to free memory; the run goes on with lists of its own.
+        for kept, by_batch in zip(self._predictions, predictions, strict=False):
+            kept[:] = by_batch
+
+    @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:
         """Dataset indices of the samples of each batch, by loader and batch."""
         run = self._trainer._run
@@ -619,14 +672,26 @@ class PredictionLoop(EvaluationLoop):
 
 def validate_loop(trainer: TrainerView) -> EvaluationLoop:
     """Return ``trainer.validate_loop``."""
-    return EvaluationLoop(trainer, "validation")
+    return EvaluationLoop(trainer, TrainerFn.VALIDATING, RunningStage.VALIDATING)
 
 
 def test_loop(trainer: TrainerView) -> EvaluationLoop:
     """Return ``trainer.test_loop``."""
-    return EvaluationLoop(trainer, "test")
+    return EvaluationLoop(trainer, TrainerFn.TESTING, RunningStage.TESTING)
 
 
 def predict_loop(trainer: TrainerView) -> PredictionLoop:
     """Return ``trainer.predict_loop``."""
-    return PredictionLoop(trainer, "predict")
+    return PredictionLoop(trainer)
+
+
+def evaluation_loop(trainer: TrainerView) -> EvaluationLoop:
+    """Return the loop of the evaluation that the call makes: in ``fit`` that of validation."""
+    fn = trainer.state.fn
+    if fn is TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    if fn is TrainerFn.VALIDATING:
+        return trainer.validate_loop
+    if fn is TrainerFn.TESTING:
+        return trainer.test_loop
+    raise RuntimeError("Trainer._evaluation_loop: no call evaluates. Ask within or after fit, validate or test.")

@@ -52,6 +52,9 @@ _DEVICE = torch.device | str | int
 _PARAMETERS = Iterator[torch.nn.Parameter]
 _LITERAL_WARN = Literal["warn"]
 _PLUGIN_INPUT = Plugin | str
+
+# What was logged: for callbacks, and for the progress bar.
+_OUT_DICT, _PBAR_DICT = dict[str, Tensor], dict[str, float]
 _PRECISION_INPUT = PrecisionName
 _PRECISION_INPUT_INT = Literal[64, 32, 16]
 _PRECISION_INPUT_STR = Literal[
