@@ -840,3 +840,23 @@ def test_what_a_loop_reads_and_what_it_predicted() -> None:
     assert trainer.predict(model, loader(12)) == [2]
     assert trainer.predict(model, [loader(8), loader(4)]) == [[], [0]]
     assert seen == [[0], [1], [1], [0, 0], [1, 0], [1, 0]]
+
+
+def test_a_program_knows_that_it_is_in_a_search_for_a_learning_rate() -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.tuner import Tuner
+    from lightning.pytorch.tuner.lr_finder import _LRCallback
+
+    class Model(Classifier):
+        lr = 0.1
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append([each.num_training for each in self.trainer.callbacks if type(each) is _LRCallback])
+            return super().training_step(batch, batch_idx)
+
+    seen: list[Any] = []
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    found = Tuner(trainer).lr_find(Model(), loader(8), num_training=2, update_attr=False)
+    assert len(found.results["lr"]) == 2
+    trainer.fit(Model(), loader(4))
+    assert seen == [[2], [2], []]

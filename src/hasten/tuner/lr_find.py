@@ -195,8 +195,10 @@ class LearningRateNotFound(MisconfigurationException, AttributeError):
     """Neither the module nor the datamodule has an attribute with the learning rate."""
 
 
-def sweep(run: Run, options: SweepOptions) -> LRFinder:
+def sweep(run: Run, options: SweepOptions, callback: LRSweep | None = None) -> LRFinder:
     """Train with a growing learning rate in a run; afterwards everything is restored.
+
+    The callback watches the steps.
 
     Raises:
         MisconfigurationException: the module uses manual optimization, or has not exactly one optimizer.
@@ -211,7 +213,8 @@ def sweep(run: Run, options: SweepOptions) -> LRFinder:
             "only works with single optimizers."
         )
     found = LRFinder(options.mode, options.min_lr, options.max_lr, options.num_training)
-    callback = _Sweep(found, optimizers[0], options.early_stop_threshold)
+    callback = callback or LRSweep(options)
+    callback.begin(found, optimizers[0])
     with probe.trainer.limited_run("fit", options.num_training, callbacks=[callback], keep_limit=True) as few:
         train(few)
         found._total_batch_idx = few.progress.total_batches - 1
@@ -224,21 +227,9 @@ def sweep(run: Run, options: SweepOptions) -> LRFinder:
     return found
 
 
-class SweepAtStart(Callback):
-    """Sweeps when a fit begins, before its loaders are made: the loaders of the sweep are the first ones."""
-
-    def __init__(self, options: SweepOptions) -> None:
-        self._options = options
-        self.found: LRFinder | None = None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sweep."""
-        self.found = sweep(trainer.current_run, self._options)
-
-
 def result_of(run: Run) -> LRFinder:
-    """Return what the ``SweepAtStart`` of a run has found."""
-    found = next(each.found for each in run.module.trainer.callbacks if isinstance(each, SweepAtStart))
+    """Return what the ``LRSweep`` of a run has found."""
+    found = next(each.found for each in run.module.trainer.callbacks if isinstance(each, LRSweep))
     assert found is not None
     return found
 
@@ -298,11 +289,25 @@ def _rebase(scheduler: Any) -> None:
         _rebase(inner)
 
 
-class _Sweep(Callback):
-    """Sets the learning rate of each optimizer step, and records its loss."""
+class LRSweep(Callback):
+    """Sets the learning rate of each optimizer step, and records its loss.
 
-    def __init__(self, found: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
-        self._found, self._optimizer, self._threshold = found, optimizer, threshold
+    In a run that begins it sweeps by itself, before the loaders are made: the loaders of the sweep are the first ones.
+    Programs find it among the callbacks, and know that they are in a sweep.
+    """
+
+    found: LRFinder | None = None
+
+    def __init__(self, options: SweepOptions) -> None:
+        self._options, self._threshold = options, options.early_stop_threshold
+        self.num_training = options.num_training
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found = sweep(trainer.current_run, self._options, self)
+
+    def begin(self, found: LRFinder, optimizer: torch.optim.Optimizer) -> None:
+        """Watch the steps of a sweep from here on."""
+        self._found, self._optimizer = found, optimizer
         self._rates, self._losses = found.results["lr"], found.results["loss"]
         self._first_step = 0
         # Of the batches of a step: the sum of their losses, and of their weights if they have some.

@@ -175,7 +175,7 @@ class Tuner:
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         holder = datamodule or self._trainer.datamodule
         value = lr_find.rate_of(model, holder, attr_name, update_attr)
-        sweep = lr_find.SweepAtStart(options)
+        sweep = lr_find.LRSweep(options)
         search = _Search(lr_find.result_of, "fit", loaders=1)
         found: LRFinder = self._trainer.prepared_run("fit", model, data, datamodule, search, callbacks=[sweep])
         self._show(search, model, datamodule)
