@@ -290,6 +290,9 @@ def test_devices_are_resolved_as_by_the_trainer() -> None:
     connector = trainer._accelerator_connector
     assert (connector._devices_flag, len(connector._parallel_devices), connector._strategy_flag) == (2, 2, "ddp")
     assert (connector.is_distributed, alone.is_distributed) == (True, False)
+    half = L.pytorch.plugins.HalfPrecision("bf16-true")
+    given = [_AcceleratorConnector(accelerator="cpu", plugins=plugins) for plugins in (half, [half])]
+    assert [each._precision_plugin_flag for each in (*given, connector, alone)] == [half, half, None, None]
     assert connector.strategy is trainer.strategy
     assert connector.accelerator is trainer.accelerator
     assert (connector.checkpoint_io, connector._num_nodes_flag) == (trainer._runtime.checkpoint_io, 1)

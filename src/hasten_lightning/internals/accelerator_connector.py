@@ -9,6 +9,7 @@ import torch
 
 from hasten import resolve
 from hasten.machine.devices import Accelerator, CUDAAccelerator, MPSAccelerator
+from hasten.precision.base import Precision
 from hasten.seed import set_deterministic
 from hasten.strategies.base import Strategy
 from hasten.strategies.parallel import ParallelStrategy
@@ -18,7 +19,6 @@ from hasten_lightning.utilities.exceptions import MisconfigurationException
 if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
-    from hasten.precision.base import Precision
     from hasten.runtime import Runtime
     from hasten.strategies.parallel import LayerSync
     from hasten.trainer.trainer import Trainer
@@ -139,6 +139,12 @@ class AcceleratorConnector:
     @property
     def _precision_flag(self) -> str:
         return self.precision_plugin.precision
+
+    @property
+    def _precision_plugin_flag(self) -> Precision | None:
+        given = self._given["plugins"]
+        plugins = given if isinstance(given, Sequence) else [given]
+        return next((plugin for plugin in plugins if isinstance(plugin, Precision)), None)
 
     @property
     def _layer_sync(self) -> LayerSync | None:
