@@ -694,4 +694,5 @@ def evaluation_loop(trainer: TrainerView) -> EvaluationLoop:
         return trainer.validate_loop
     if fn is TrainerFn.TESTING:
         return trainer.test_loop
-    raise RuntimeError("Trainer._evaluation_loop: no call evaluates. Ask within or after fit, validate or test.")
+    what = "Trainer._evaluation_loop: no call evaluates."
+    raise make_error(RuntimeError, what, fix="Ask within or after fit, validate or test.")
