@@ -468,7 +468,7 @@ def test_a_callback_reads_the_parts_of_a_trainer_that_lightning_keeps_to_itself(
     logger = CSVLogger(tmp_path, name="")
     trainer = Trainer(**options, logger=logger, callbacks=Reads(), log_every_n_steps=2, enable_model_summary=False)
     assert trainer._active_loop is None
-    with refused(RuntimeError, says="no evaluation runs"):
+    with refused(RuntimeError, says="no call evaluates"):
         trainer._evaluation_loop
     trainer.callbacks = trainer._callback_connector._reorder_callbacks(trainer.callbacks)
     trainer._callback_connector._attach_model_logging_functions()
