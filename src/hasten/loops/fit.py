@@ -111,6 +111,7 @@ def fit(run: Run) -> None:
     elif run.resume.from_batch < 0:
         run.data.train.begin_in_vain()
     run.observers.pace.begin(run, functools.partial(_train_step, run), says=bool(run.arguments.enable_progress_bar))
+    run.data.validation_schedule.mark_done()
     run.hooks.on_train_start()
     run.module_changes.begin()
     run.limits.agree_now()

@@ -66,7 +66,6 @@ class ValidationSchedule:
         """
         interval = self._interval
         if isinstance(interval, Period):
-            self._last_seconds = time.monotonic()  # What came before training does not count.
             return
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
@@ -144,7 +143,7 @@ class ValidationSchedule:
         return ((done + batches) // every - done // every) / (self._every_n_epochs or 1)
 
     def mark_done(self) -> None:
-        """Remember when the last validation ended."""
+        """Remember when the last validation ended, or training began: what came before does not count."""
         self._last_seconds = time.monotonic()
 
 
