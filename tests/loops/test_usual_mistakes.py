@@ -382,13 +382,6 @@ class StaysInEvalMode(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class ClipsTooEarly(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.clip_gradients(self.optimizers(), 0.5)
-        super().training_step(batch, batch_idx)
-
-
 class OnPlateau(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -411,9 +404,9 @@ class Headed(Classifier):
 
 
 class NeverResets(Classifier):
-    def __init__(self, resets: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.acc, self.resets = torchmetrics.Accuracy(task="binary"), resets
+        self.acc = torchmetrics.Accuracy(task="binary")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.acc.update(batch[1], batch[1])
@@ -421,8 +414,106 @@ class NeverResets(Classifier):
 
     def on_train_epoch_end(self) -> None:
         self.log("acc", self.acc.compute())
-        if self.resets:
+
+
+class Resets(NeverResets):
+    """Makes more updates in each epoch, and keeps what is meant for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torchmetrics.MinMaxMetric(torchmetrics.Accuracy(task="binary"))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
             self.acc.reset()
+        if batch_idx < self.current_epoch:
+            self.acc.update(batch[1], batch[1])
+        self.both.update(batch[1], batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.both.compute()
+
+
+class Total(torchmetrics.SumMetric):
+    """A count over all epochs."""
+
+
+class Counts(NeverResets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.acc = Total()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.acc.update(1)
+        return Classifier.training_step(self, batch, batch_idx)
+
+
+class Switches(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.train()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.eval()
+
+
+class Flagged(nn.Linear):
+    """Has an attribute of the name of torch's, which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 16)
+        self.requires_grad = False
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.requires_grad_(self.requires_grad))
+
+
+class OwnFlags(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Flagged()
+        for parameter in self.parameters():
+            parameter.was_requires_grad = False  # type: ignore[attr-defined]
+
+    def validation_dataloader(self) -> None: ...
+
+
+class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """Goes on for ever."""
+
+    total_iters = -1
+
+    def __init__(self, optimizer: Any) -> None:
+        self.total_iters = -1
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+class Endless(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [OwnSchedule(optimizer)]
+
+
+class WarmsUp(Classifier):
+    """Has a rate of 0 in the first step, by hand."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = self.global_step / 10
+
+
+class ClipsBoth(Manual):
+    """Clips the gradients of an optimizer in steps that leave it out, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx % 2 == 0:
+            self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.5)
+        optimizer.step()
 
 
 class Scheduled(Classifier):
@@ -465,7 +556,6 @@ class EmptyBackward(Classifier):
         (FlagOfLayer, [], "self.layers.requires_grad_(False)"),
         (NearFlag, [], "requires_grad = False"),
         (StaysInEvalMode, [], "self.train()"),
-        (ClipsTooEarly, [], "between backward and step"),
         (OnPlateau, [], "mode='max'"),
         (Headed, [BackboneFinetuning(unfreeze_backbone_at_epoch=2)], "earlier"),
         (Classifier, [ModelCheckpoint(every_n_epochs=3)], "more often"),
@@ -493,11 +583,23 @@ def test_a_folder_that_is_taken_as_it_is_is_said(folder: str, fix: str) -> None:
 
 def test_what_changes_something_is_not_said(tmp_path: Path) -> None:
     saves: Any = {"callbacks": ModelCheckpoint(tmp_path, every_n_epochs=2), "enable_checkpointing": True}
+    rare: Any = [BackboneFinetuning(9), GradientAccumulationScheduler({9: 2}), ModelCheckpoint(every_n_epochs=9)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        quiet(max_epochs=2, **saves).fit(NeverResets(resets=True), loader(), loader(4))
+        quiet(max_epochs=2, **saves).fit(Resets(), loader(), loader(4))
         quiet(max_epochs=2, callbacks=BackboneFinetuning(1)).fit(Headed(), loader(), loader(4))
-        quiet(max_epochs=2).fit(Scheduled(), loader(), loader(4))
+        quiet(fast_dev_run=True, callbacks=rare).fit(Headed(), loader(), loader(4))
+        quiet(limit_train_batches=1).fit(WarmsUp(lr=0.0), loader(), loader(4))
+        for kind in (Scheduled, Counts, Switches, OwnFlags, Endless, ClipsBoth):
+            quiet(max_epochs=2).fit(kind(), loader(), loader(4))
+
+
+def test_an_average_of_a_fit_before_is_not_missed() -> None:
+    trainer = quiet(callbacks=EMAWeightAveraging())
+    trainer.fit(Classifier(), loader())
+    with warned(UserWarning, says=("is not trained",)) as said:
+        trainer.fit(Classifier(), loader())
+    assert not [each for each in said if "averaged nothing" in str(each.message)]
 
 
 class Configured(Classifier):
@@ -544,6 +646,20 @@ def test_an_attribute_that_is_nearly_one_of_the_trainer_is_named() -> None:
         parts_of(one.message).fix for one in said if "trainer." in str(one.message) and "was set" in str(one.message)
     ]
     assert found == ["Write trainer.should_stop = True.", "Write Trainer(devices=...)."]
+
+
+def test_attributes_of_a_program_are_its_own() -> None:
+    class Own(L.Trainer):
+        def __init__(self, devices: int = 1, **given: Any) -> None:
+            super().__init__(devices=devices, **given)
+            self.devices = devices  # type: ignore[misc]
+
+    trainers = [quiet(), Own(**quiet().given_arguments)]
+    trainers[0].stop_training, trainers[0].n_epochs = False, 3  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for trainer in trainers:
+            trainer.fit(Classifier(), loader(), loader(4))
 
 
 class Speaks(nn.Module):

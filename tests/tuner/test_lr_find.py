@@ -220,7 +220,18 @@ def test_a_rate_that_the_optimizer_does_not_take_is_said_by_the_fit() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), self.lr / 10)
 
-    for kind in (Fixed, Scaled):
+    class Absolute(Fixed):
+        """The schedule has the rate."""
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: self.lr * 0.9**epoch)]
+
+    class ByHand(Fixed):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = self.lr
+
+    for kind in (Fixed, Scaled, Absolute, ByHand):
         model = kind()
         swept(model, num_training=20, update_attr=True)
         with warnings.catch_warnings(record=True) as said:

@@ -387,7 +387,7 @@ def _without_init(kind: type) -> str:
 def _none_for_loader(_: re.Match[str], place: _Place) -> str:
     if place.frames and file_of(place.frames[-1]).endswith("collate.py"):
         return "__getitem__ of the dataset returned None for a sample: leave such samples out in a collate_fn."
-    if "trainer." not in place.line():
+    if not re.search(r"\btrainer\.\w*dataloaders?\b", place.line()):
         return ""
     return "The Trainer has no loaders yet: self.trainer.estimated_stepping_batches is the number of steps."
 
@@ -407,6 +407,11 @@ def _unread(_: re.Match[str], place: _Place) -> str:
 def _parameters_of_layer(_: re.Match[str], place: _Place) -> str:
     given = place.frames[-1].f_locals.get("params") if place.frames else None
     return "Give the optimizer parameters: write .parameters() after the layer." if isinstance(given, nn.Module) else ""
+
+
+def _of_groups(_: re.Match[str], place: _Place) -> str:
+    of_optimizer = place.frames and file_of(place.frames[-1]).endswith("optimizer.py")
+    return "Write each group of parameters as {'params': self.layer.parameters(), 'lr': 1e-3}." if of_optimizer else ""
 
 
 def _of_none(found: re.Match[str], place: _Place) -> str:
@@ -765,7 +770,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     # The batch.
     (r"(?:list|tuple) indices must be integers or slices, not str", (TypeError,), _by_name),
     (r"new\(\): invalid data type 'str'", (TypeError,), _of_tensor),
-    (r"^'params'$", (KeyError,), "Write each group of parameters as {'params': self.layer.parameters(), 'lr': 1e-3}."),
+    (r"^'params'$", (KeyError,), _of_groups),
     (r"", (KeyError,), _by_index),
     (r"unhashable type: 'slice'", (TypeError, KeyError), _by_index),
     (r"values to unpack \(expected (\d+)", (ValueError,), _unpack),

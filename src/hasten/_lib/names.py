@@ -368,7 +368,7 @@ def without_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if not known.issuperset(given):
             unknown = {name: value for name, value in given.items() if name not in known}
             refuse_unknown(unknown, function, owner)
-        if not args or not hasattr(args[0], name):
+        if not hasattr(args[0] if args else given.get("self"), name):
             kind = owner.partition(".")[0]
             what = f"{owner}() was called on the class, and not on a {kind}."
             raise make_error(TypeError, what, fix=f"Write {kind}(...).{name}(...).")

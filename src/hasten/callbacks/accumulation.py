@@ -102,7 +102,7 @@ class GradientAccumulationScheduler(Callback):
         """Set the number for the current epoch, which may be resumed in its middle."""
         if not self._active:
             self._check(trainer, pl_module)
-        if self.scheduling[0] == 1 and self.epochs[1:] and ends_before(trainer, min(self.epochs[1:])):
+        if self.scheduling[0] == 1 and ends_before(trainer, min(self.epochs[1:], default=0)):
             rank_zero_warn(
                 f"GradientAccumulationScheduler(scheduling={self.scheduling}): epochs count from 0, and "
                 f"Trainer(max_epochs={trainer.max_epochs}) ends before any of them.",

@@ -354,8 +354,7 @@ class ModelCheckpoint(Checkpoint):
         self._source.start(trainer)
         if self._last_checkpoint_saved and begins_anew(trainer):
             self._begin_ranking()
-        rare = self._every_n_epochs > 1 and self.save_top_k and not self.save_last
-        if rare and ends_before(trainer, self._every_n_epochs - 1):
+        if self.save_top_k and not self.save_last and ends_before(trainer, self._every_n_epochs - 1):
             rank_zero_warn(
                 f"ModelCheckpoint(every_n_epochs={self._every_n_epochs}): nothing is saved in the epochs of "
                 f"Trainer(max_epochs={trainer.max_epochs}).",

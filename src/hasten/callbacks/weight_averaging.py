@@ -115,6 +115,7 @@ class WeightAveraging(Callback):
         self._restarting = False
         self._latest_update_step = 0
         self._latest_update_epoch = -1
+        self._steps_before = 0
         # The optimizer steps about which should_update was asked.
         self._asked_step = 0
 
@@ -132,6 +133,7 @@ class WeightAveraging(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._steps_before = trainer.global_step
             trainer.strategy.engine.require_own_parameters(
                 type(self).__name__,
                 "the engine steps copies of the weights that it keeps itself.",
@@ -211,10 +213,10 @@ class WeightAveraging(Callback):
         if self._restarting and self._trained is None:
             self._catch_up(trainer, pl_module)
         WeightAveraging.on_train_end(self, trainer, pl_module)
-        if not self._has_average and trainer.global_step and not trainer.fast_dev_run:
+        steps = trainer.global_step - self._steps_before
+        if not self._has_average and steps and not trainer.fast_dev_run:
             rank_zero_warn(
-                f"{type(self).__name__} has averaged nothing in {trainer.global_step} steps: the weights are those of "
-                "the last one.",
+                f"{type(self).__name__} has averaged nothing in {steps} steps: the weights are those of the last one.",
                 fix="Begin to average earlier.",
             )
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import move_to
-from hasten.extend.origin import comes_from
+from hasten.extend.origin import comes_from, mentions
 
 # The attributes that objects had when their first fit began, by id. The program makes the objects, so a checkpoint
 # holds only what has changed since.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
-
+# These go on over all epochs, such as the best value so far.
 _GO_ON = ("torchmetrics.aggregation", "torchmetrics.wrappers")
 # How many epochs are looked at for metrics that are not reset.
 _EPOCHS = 3
@@ -40,33 +40,29 @@ class ModuleMetrics:
     def __init__(self, module: nn.Module, start_again: Callable[[], set[int]]) -> None:
         self._module = module
         self._start_again = start_again
-        # Updates of metrics that were computed, by id: when an epoch ended, and those that had them still when the
-        # next one began. Only the first epochs are looked at.
-        self._ended: dict[int, int] = {}
-        self._begun: dict[int, int] = {}
+        # Updates of the metrics that were computed when an epoch ended, by id. Only the first epochs are looked at.
+        self._updates: dict[int, int] = {}
         self._epochs = 0
 
-    def begin_epoch(self) -> None:
-        """Note which metrics have been computed and not reset when an epoch of training begins."""
-        if self._ended:
-            counts = {id(metric): metric._update_count for _, metric in metrics_of(self._module) if _is_metric(metric)}
-            self._begun = {key: count for key, count in self._ended.items() if counts.get(key) == count}
-
     def end_epoch(self) -> None:
-        """Warn of those that have been updated and computed again since: their values mix the epochs."""
+        """Warn of metrics that were computed in two epochs and not reset between: their values mix the epochs."""
         self._epochs += 1
         if self._epochs > _EPOCHS:
             return
-        self._ended, never_reset, logged = {}, [], self._start_again()
-        for name, metric in metrics_of(self._module):
-            # Others go on over all epochs, such as the best value so far.
-            if not _is_metric(metric) or id(metric) in logged or comes_from(type(metric), *_GO_ON):
+        module: Any = self._module
+        before, self._updates, never_reset, logged, go_on = self._updates, {}, [], self._start_again(), ("?",)
+        for name, metric in metrics_of(module):
+            # What is in these goes on, too. A metric of the program may count over all epochs on purpose.
+            if comes_from(type(metric), *_GO_ON):
+                go_on = (*go_on, f"{name}.")
+            elif not _is_metric(metric) or not comes_from(type(metric), "torchmetrics") or id(metric) in logged:
                 continue
-            if metric._computed is not None:
-                count = self._ended[id(metric)] = metric._update_count
-                if count > self._begun.get(id(metric), count):
+            elif metric._computed is not None and not name.startswith(go_on):
+                count = self._updates[id(metric)] = metric._update_count
+                if count > before.get(id(metric), count):
                     never_reset.append(name)
-        if never_reset:
+        parts = (each for each in module.modules() if not _is_torchmetrics(each))
+        if never_reset and not mentions("reset", *parts, *module.trainer.callbacks):
             self._epochs = _EPOCHS
             rank_zero_warn(
                 f"{type(self._module).__name__} calls compute() of {', '.join(never_reset[:6])} after each epoch, and "

@@ -177,6 +177,12 @@ def functions_reached(
                     waiting.append((member(name), calls + 1))
 
 
+def mentions(name: str, *objects: object) -> bool:
+    """Return whether a name is used by the code of the program in the classes of these objects, or that it calls."""
+    functions = (value for each in objects for base in type(each).__mro__ for value in vars(base).values())
+    return any(name in names_in(function) for function in functions_reached(functions))
+
+
 def arguments_read(function: Callable[..., object]) -> set[str]:
     """Return which arguments the code of a function reads.
 

@@ -188,8 +188,6 @@ def train_epoch(run: Run) -> None:
     if several_processes:
         run.wrapped = run.runtime.engine.wrap_late(run.module, run.wrapped, run.runtime.wrap)
     run.observers.first_epoch.at_start(run)
-    if run.observers.epoch_begins is not None:
-        run.observers.epoch_begins()
     fetches = takes_iterator(run.module.training_step)
     if fetches:
         warn_once(

@@ -256,8 +256,7 @@ class Observers:
     # How long training waited for the first batches.
     stalls: StallMonitor = field(default_factory=StallMonitor)
     first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
-    # Called before the first batch of an epoch, and after its last hook.
-    epoch_begins: Callable[[], None] | None = None
+    # Called after the last hook of an epoch.
     epoch_ended: Callable[[], None] | None = None
     # Names of the speed-ups that Trainer(speed=...) has switched on; None if it chose none.
     levers: tuple[str, ...] | None = None
@@ -319,7 +318,7 @@ class Run:
         self.limits.run = self
         self.metrics = ModuleMetrics(self.module, self.logged.evaluation_metrics)
         if "torchmetrics" in sys.modules:
-            self.observers.epoch_begins, self.observers.epoch_ended = self.metrics.begin_epoch, self.metrics.end_epoch
+            self.observers.epoch_ended = self.metrics.end_epoch
         self.module_changes = ModuleChanges(self.module)
         follow(self)
 

@@ -35,7 +35,7 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, is_sharded, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments, require_callback
 from hasten.elsewhere import conventions
-from hasten.extend.origin import comes_from, is_builtin, module_of, source_file
+from hasten.extend.origin import comes_from, is_builtin, mentions, module_of, names_in, source_file
 from hasten.hooks import nothing, overridden, overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -569,8 +569,8 @@ def _words_of(name: str) -> tuple[str, ...]:
 
 
 def _by_words(hooks: list[str]) -> dict[tuple[str, ...], str]:
-    # A step of another name may be the program's own.
-    return {_words_of(hook): hook for hook in hooks if hook not in _STEPS}
+    # A step or a loader of another name may be the program's own.
+    return {_words_of(hook): hook for hook in hooks if hook.startswith("on_")}
 
 
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
@@ -741,8 +741,6 @@ class FirstEpoch:
     def _note(self, run: Run) -> None:
         """Note what the end of the epoch is compared with: rates, modes and schedulers."""
         module = run.module
-        if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
-            lr_find.warn_of_fixed_rate(run)
         self._training = module.training
         if self._versions and _has_no_rate(run):
             self._still = self._versions[0][0], self._versions[0][0].detach().clone()
@@ -755,11 +753,14 @@ class FirstEpoch:
             ]
 
     def _compare(self, run: Run) -> None:
-        """Warn of a rate of 0, of eval mode and of schedulers that the program steps too."""
-        if self._still is not None and run.progress.global_step > self._steps and _has_no_rate(run):
+        """Warn of a rate of 0 or of before lr_find, of eval mode and of schedulers that the program steps too."""
+        if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
+            lr_find.warn_of_fixed_rate(run)
+        # A program that raises the rate itself has 0 in the first step.
+        if self._still is not None and run.progress.global_step > self._steps + 1 and _has_no_rate(run):
             _warn_of_no_rate(run, *self._still)
         if self._training and not run.module.training:
-            _warn_of_eval_mode(run.module)
+            _warn_of_eval_mode(run)
         for config, before in self._stepped:
             made = torch_private.steps_of_scheduler(config.scheduler) - before
             due = run.progress.global_step - self._steps if config.interval == "step" else 1
@@ -864,10 +865,12 @@ def _warn_of_no_rate(run: Run, parameter: nn.Parameter, before: Tensor) -> None:
         )
 
 
-def _warn_of_eval_mode(module: nn.Module) -> None:
+def _warn_of_eval_mode(run: Run) -> None:
     """Warn of a step or hook that has left the whole module in eval mode, where that changes what layers do."""
-    kinds = (nn.Dropout, nn.Dropout2d, torch_private.NormBase)
-    if any(isinstance(part, kinds) and not part.training for part in module.modules()):
+    module, kinds = run.module, (nn.Dropout, nn.Dropout2d, torch_private.NormBase)
+    changes = any(isinstance(part, kinds) and not part.training for part in module.modules())
+    # A program that calls train() before each step may call eval() after it.
+    if changes and not mentions("train", module, *module.trainer.callbacks):
         rank_zero_warn(
             f"{type(module).__name__} is in eval mode after the first epoch, and was in train mode before: dropout is "
             "off, and batch norm keeps its statistics.",
@@ -881,7 +884,7 @@ def _warn_of_near_flags(module: nn.Module, trained: Mapping[int, nn.Parameter]) 
     for parameter in trained.values():
         if not vars(parameter):
             continue
-        for key in get_close_matches("requires_grad", vars(parameter), cutoff=0.85):
+        for key in get_close_matches("requires_grad", vars(parameter), cutoff=0.9):
             if vars(parameter)[key] is False:
                 warn_once(
                     f"flag {key} {type(module)}",
@@ -893,7 +896,9 @@ def _warn_of_near_flags(module: nn.Module, trained: Mapping[int, nn.Parameter]) 
 
 def _warn_of_flag(module: nn.Module, name: str, part: nn.Module, trained: Mapping[int, nn.Parameter]) -> None:
     """Warn of ``layer.requires_grad = False``, which is an attribute of the layer and freezes nothing."""
-    if vars(part)["requires_grad"] is False and not trained.keys().isdisjoint(map(id, part.parameters())):
+    # A class that sets the attribute itself reads it.
+    own = "requires_grad" in names_in(type(part).__init__)
+    if vars(part)["requires_grad"] is False and not own and not trained.keys().isdisjoint(map(id, part.parameters())):
         owner = ".".join(filter(None, (type(module).__name__, name)))
         rank_zero_warn(
             f"{owner}.requires_grad = False sets an attribute of the module, and its parameters are trained.",

@@ -11,9 +11,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
-from hasten._lib.rank_zero import PossibleUserWarning, warn_once
 from hasten._lib.tree import parameters_of
-from hasten.extend.origin import comes_from
 from hasten.optim.fused import unwrapped, use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
@@ -254,19 +252,7 @@ def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
                 f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
             ),
         )
-    parameters = parameters_of(optimizer)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            break
-    else:
-        if comes_from(optimizer.__class__, "torch.optim"):
-            warn_once(
-                f"clips nothing {method}",
-                f"{method}: no parameter of {optimizer.__class__.__name__} has a gradient, so nothing is clipped.",
-                PossibleUserWarning,
-                fix="Call it between backward and step.",
-            )
-    return parameters
+    return parameters_of(optimizer)
 
 
 @functools.cache

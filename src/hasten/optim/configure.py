@@ -22,6 +22,7 @@ from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.torch_private import chained_schedulers
 from hasten.elsewhere import conventions
+from hasten.extend.origin import comes_from
 
 
 @dataclass
@@ -306,7 +307,9 @@ def warn_of_schedulers(
 
 def _warn_of_counts(schedulers: list[Any], owner: str) -> None:
     for scheduler in (inner for each in schedulers for inner in (each, *chained_schedulers(each))):
-        made = [vars(scheduler), *(getattr(each, "keywords", {}) for each in getattr(scheduler, "lr_lambdas", ()))]
+        # Schedulers of programs may mean something else by -1.
+        own = vars(scheduler) if comes_from(type(scheduler), "torch.optim") else {}
+        made = [own, *(getattr(each, "keywords", {}) for each in getattr(scheduler, "lr_lambdas", ()))]
         for name, count in ((name, each[name]) for each in made for name in _COUNTS if name in each):
             if isinstance(count, int | float) and not 0 <= count < math.inf:
                 rank_zero_warn(

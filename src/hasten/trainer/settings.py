@@ -11,6 +11,7 @@ from hasten import arguments as table
 from hasten._lib.durations import Period
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
+from hasten.extend.origin import is_builtin
 from hasten.types import Duration
 
 if TYPE_CHECKING:
@@ -134,20 +135,19 @@ class TrainerSettings:
 
     def _warn_of_near_names(self) -> None:
         """Warn of attributes that are nearly those that a Trainer reads, such as ``shoud_stop``."""
-        for name, value in vars(self).items():
+        # A subclass of a program has attributes of its own.
+        for name, value in vars(self).items() if is_builtin(type(self)) else ():
             if name in self._given and not hasattr(type(self), name) and name != "profiler":
-                warn_once(
-                    f"assigned {name}",
-                    f"trainer.{name} was set, which nothing reads.",
-                    fix=f"Write Trainer({name}=...).",
-                )
-            elif name[0] != "_" and isinstance(value, (bool, int, float)):
-                known = ["should_stop", *(key for key in vars(TrainerSettings) if key[0] != "_")]
-                for near in ["should_stop"] if name == "stop_training" else get_close_matches(name, known, 1, 0.85):
-                    instead = "trainer.should_stop = True" if near == "should_stop" else f"Trainer({near}={value!r})"
-                    warn_once(
-                        f"assigned {name}", f"trainer.{name} was set, which nothing reads.", fix=f"Write {instead}."
-                    )
+                instead = f"Trainer({name}=...)"
+            elif name[0] == "_" or not isinstance(value, (int, float)):
+                continue
+            elif value is True and (name == "stop_training" or get_close_matches(name, ["should_stop"], 1, 0.85)):
+                instead = "trainer.should_stop = True"
+            elif near := get_close_matches(name, [key for key in vars(TrainerSettings) if key[0] != "_"], 1, 0.9):
+                instead = f"Trainer({near[0]}={value!r})"
+            else:
+                continue
+            warn_once(f"assigned {name}", f"trainer.{name} was set, which nothing reads.", fix=f"Write {instead}.")
 
     def _change(self, name: str, value: Any) -> None:
         self._arguments = table.changed(self._arguments, name, value)

@@ -239,15 +239,14 @@ TUNED: WeakKeyDictionary[LightningModule, tuple[str, float, list[float]]] = Weak
 
 
 def rates(run: Run) -> list[float]:
-    """Return the initial learning rates of all groups."""
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    return [float(group.get("initial_lr", group["lr"])) for group in groups]
+    """Return the learning rates of all groups."""
+    return [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
 
 
 def warn_of_fixed_rate(run: Run) -> None:
-    """Warn if the optimizer has the rates that it had before ``lr_find`` set another one."""
+    """Warn if the optimizer has, after an epoch, the rates that it had before ``lr_find`` set another one."""
     name, found, before = TUNED.pop(run.module, ("", 0.0, []))
-    if before and found not in before and rates(run) == before:
+    if any(before) and found not in before and rates(run) == before:
         owner = type(run.module).__name__
         rank_zero_warn(
             f"Tuner.lr_find() has set {name} of {owner} to {found:.3g}, and the optimizer still has lr={before[0]:g}.",
