@@ -74,6 +74,7 @@ def test_all_counters_are_given_and_the_rest_is_kept() -> None:
     ours = from_lightning(theirs)
     assert theirs == before
     assert set(ours["loops"]["fit"]) == set(Progress().state_dict())
+    assert len(ours["loops"]["fit"]) == 10  # A new counter is a change of the format.
     assert {key: value for key, value in ours.items() if key != "loops"} == {
         key: value for key, value in theirs.items() if key != "loops"
     }

@@ -427,7 +427,9 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_start()
             hooks.on_predict_epoch_start()
             keeps = return_predictions or run.evaluation.keeps_predictions
-            if return_predictions and not run.evaluation.keeps_predictions:
+            # Under Lightning's names, it is said of all loaders.
+            warned = run.conventions.warns_of_settings or run.evaluation.keeps_predictions
+            if return_predictions and not warned:
                 _warn_of_shuffled(run.data.predict)
             fetches = takes_iterator(module.predict_step)
             for loader_idx in range(count):

@@ -80,9 +80,8 @@ class Progress:
     in_epoch = False
     # Batches that were evaluated or predicted, from which the watchdog sees that the run makes progress.
     evaluated = 0
-    # The same, and optimizer steps, before this epoch; None in the rest of one that a resumed run is in.
-    evaluated_before = 0
-    steps_before: int | None = None
+    # The same, and optimizer steps, before this epoch; -1 in the rest of one that a resumed run is in.
+    evaluated_before, steps_before = 0, -1
     # Epochs that on_train_batch_start has ended, and whether it has ended this one.
     cut_epochs, is_cut = 0, False
 
@@ -92,7 +91,7 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        self.steps_before = None
+        self.steps_before = -1
         for counter in fields(self):
             setattr(self, counter.name, state.get(_KEYS.get(counter.name, counter.name), counter.default))
 

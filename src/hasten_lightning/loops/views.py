@@ -480,7 +480,7 @@ def _steps(trainer: TrainerView, hook: str, *, automatic: bool) -> LoopCounts:
 def _steps_of_epoch(trainer: TrainerView) -> int:
     """Return the optimizer steps of this epoch, as far as they follow from its batches."""
     progress, run = trainer.progress, trainer._run
-    if progress.steps_before is not None and (progress.in_epoch or progress.batch):
+    if progress.steps_before >= 0 and (progress.in_epoch or progress.batch):
         return progress.global_step - progress.steps_before
     size = 1 if run is None else run.window.accumulate_grad_batches
     steps = math.ceil(progress.batch / size) if progress.last_batch else progress.batch // size
