@@ -50,17 +50,9 @@ class ModuleMetrics:
         if self._epochs > _EPOCHS:
             return
         module: Any = self._module
-        before, self._updates, never_reset, logged, go_on = self._updates, {}, [], self._start_again(), ("?",)
-        for name, metric in metrics_of(module):
-            # What is in these goes on, too. A metric of the program may count over all epochs on purpose.
-            if comes_from(type(metric), *_GO_ON):
-                go_on = (*go_on, f"{name}.")
-            elif not _is_metric(metric) or not comes_from(type(metric), "torchmetrics") or id(metric) in logged:
-                continue
-            elif metric._computed is not None and not name.startswith(go_on):
-                count = self._updates[id(metric)] = metric._update_count
-                if count > before.get(id(metric), count):
-                    never_reset.append(name)
+        before, found = self._updates, {name: (id(metric), metric._update_count) for name, metric in self._computed()}
+        self._updates = dict(found.values())
+        never_reset = [name for name, (key, count) in found.items() if count > before.get(key, count)]
         parts = (each for each in module.modules() if not _is_torchmetrics(each))
         if never_reset and not mentions("reset", *parts, *module.trainer.callbacks):
             self._epochs = _EPOCHS
@@ -70,6 +62,16 @@ class ModuleMetrics:
                 PossibleUserWarning,
                 fix=f"Write self.{never_reset[0]}.reset() after compute(), or give the metric itself to self.log.",
             )
+
+    def _computed(self) -> Iterator[tuple[str, Any]]:
+        """Yield torchmetrics' own metrics that have a value now, with their names; those of programs may go on."""
+        logged, found = self._start_again(), list(metrics_of(self._module))
+        go_on = tuple(f"{name}." for name, metric in found if comes_from(type(metric), *_GO_ON))
+        for name, metric in found:
+            is_own = _is_metric(metric) and comes_from(type(metric), "torchmetrics") and id(metric) not in logged
+            # What is in a wrapper goes on, too.
+            if is_own and metric._computed is not None and not f"{name}.".startswith(go_on):
+                yield name, metric
 
     def remember(self) -> None:
         """Remember the attributes of the metrics before training changes them; once for each."""

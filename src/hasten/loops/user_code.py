@@ -568,9 +568,10 @@ def _words_of(name: str) -> tuple[str, ...]:
     return tuple(sorted(_SAME.get(word, word) for word in name.lower().split("_")))
 
 
-def _by_words(hooks: list[str]) -> dict[tuple[str, ...], str]:
-    # A step or a loader of another name may be the program's own.
-    return {_words_of(hook): hook for hook in hooks if hook.startswith("on_")}
+def _of_other_words(name: str, hooks: list[str]) -> str | None:
+    # A step or a loader of other words may be the program's own.
+    words = _words_of(name) if name.startswith("on_") else ()
+    return next((hook for hook in hooks if words and _words_of(hook) == words), None)
 
 
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
@@ -591,7 +592,7 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             hook = _OLD_HOOKS[name] if _accepts(method, given) else None
         else:
             # A cutoff of 0.9: one or two letters of twenty differ.
-            hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), _by_words(hooks).get(_words_of(name)))
+            hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None) or _of_other_words(name, hooks)
         # If the hook itself is defined too, the method is a helper.
         if hook in hooks and not overrides(owner, base, hook):
             arguments = ", ".join(
