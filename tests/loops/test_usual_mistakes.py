@@ -676,6 +676,26 @@ def test_what_only_a_lightning_module_has_is_said() -> None:
     assert "log it in the step" in notes(caught.value)
 
 
+class ReadsParams(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"weights": 1}["params"]
+
+
+class ReadsNone(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return list(self.trainer.note)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", [ReadsParams, ReadsNone])
+def test_an_error_in_other_code_has_no_advice_on_optimizers_or_loaders(model: Any) -> None:
+    trainer = quiet()
+    trainer.note = None  # type: ignore[attr-defined]
+    with pytest.raises((KeyError, TypeError)) as caught:
+        trainer.fit(model(), loader())
+    assert "group" not in notes(caught.value)
+    assert "loaders" not in notes(caught.value)
+
+
 def test_a_dataset_that_returns_none_is_named() -> None:
     samples: Any = [(torch.ones(8), 1), None]
     with pytest.raises(TypeError) as caught:

@@ -163,6 +163,7 @@ def test_unknown_arguments_of_other_calls_are_answered_by_the_nearest(make: Any,
 def test_a_call_on_the_class_says_to_make_an_object() -> None:
     with refused(TypeError, fix="Trainer(...).fit(...)"):
         L.Trainer.fit(Classifier(), loader())  # type: ignore[arg-type]
+    L.Trainer.fit(self=quiet(), model=Classifier(), train_dataloaders=loader())
 
 
 def test_an_accelerator_that_is_not_here_says_what_is() -> None:
