@@ -61,7 +61,7 @@ def test_advice_about_loaders_has_the_type_that_programs_silence(monkeypatch: py
     texts = "\n".join(str(one.message) for one in record if one.category is PossibleUserWarning)
     assert "val_dataloader does not have many workers" in texts
     assert "val_dataloader has shuffling enabled" in texts
-    with pytest.warns(PossibleUserWarning, match="shuffling") as record:
+    with warned(PossibleUserWarning, says="shuffling") as record:
         quiet().predict(Classifier(), shuffled)
     assert sum("shuffling" in str(one.message) for one in record) == 1
     with warned(PossibleUserWarning, fix="pin_memory=False"):

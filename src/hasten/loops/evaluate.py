@@ -383,8 +383,9 @@ def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
             (hooks.on_test_model_train if testing else hooks.on_validation_model_train)()
 
 
-def _warn_of_shuffled(source: StageData) -> None:
-    for loader in source.loaders:
+def _warn_of_shuffled(run: Run) -> None:
+    # Under Lightning's names, it is said of all loaders.
+    for loader in () if run.conventions.warns_of_settings else run.data.predict.loaders:
         if isinstance(loader, DataLoader) and is_plain_shuffle(sampler_of(loader)):
             rank_zero_warn(
                 "The predict dataloader's sampler has shuffling enabled: the predictions come in another order than "
@@ -427,10 +428,8 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_start()
             hooks.on_predict_epoch_start()
             keeps = return_predictions or run.evaluation.keeps_predictions
-            # Under Lightning's names, it is said of all loaders.
-            warned = run.conventions.warns_of_settings or run.evaluation.keeps_predictions
-            if return_predictions and not warned:
-                _warn_of_shuffled(run.data.predict)
+            if return_predictions and not run.evaluation.keeps_predictions:
+                _warn_of_shuffled(run)
             fetches = takes_iterator(module.predict_step)
             for loader_idx in range(count):
                 run.evaluation.epoch_batch_indices.append([])
