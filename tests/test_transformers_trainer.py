@@ -146,6 +146,38 @@ def test_what_is_refused_says_what_to_write(given: dict[str, Any], argument: str
         TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path, **given))
 
 
+def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    class Weighted(TransformersTrainer):
+        def compute_loss(self, model: nn.Module, inputs: Any) -> Any:
+            return model(**inputs)["loss"] * 2
+
+    def make(kind: type[TransformersTrainer] = TransformersTrainer, model: Any = None, **given: Any) -> Any:
+        return kind(language_model() if model is None else model, arguments(tmp_path), **given)
+
+    refusals: list[tuple[dict[str, Any], str, str]] = [
+        ({"kind": Weighted}, "", "a step of your own"),
+        ({"model": "bert-base-uncased"}, "model", "from_pretrained('bert-base-uncased')"),
+        ({"callbacks": [transformers.EarlyStoppingCallback(2)]}, "callbacks", "EarlyStopping(monitor='eval_loss')"),
+        ({"tokenizer": None}, "tokenizer", "processing_class"),
+        ({"train_data": []}, "train_data", "'train_dataset'"),
+        ({"learning_rate": 1.0}, "learning_rate", "TrainingArguments(learning_rate=...)"),
+    ]
+    for given, argument, fix in refusals:
+        with refused(TypeError, argument, fix=fix):
+            make(**given)
+    trainer = make(enable_model_summary=False, train_dataset=[{"input_ids": torch.ones(4, dtype=torch.int64)}])
+    with refused(AttributeError, fix="trainer.evaluate(dataset)"):
+        trainer.predict
+    with refused(ValueError, "eval_dataset", fix="eval_dataset="):
+        trainer.evaluate()
+    with refused(ValueError, "train_dataset", fix="Samples need labels"):
+        trainer.train()
+    with refused(ValueError, "train_dataset", fix="train_dataset="):
+        make().train()
+    with refused(ValueError, "eval_dataset", fix="eval_dataset="):
+        TransformersTrainer(language_model(), arguments(tmp_path, eval_strategy="epoch"))
+
+
 def test_processes_have_to_be_there_before_the_arguments(tmp_path: Path) -> None:
     with refused(ValueError, "devices", fix="hasten launch --procs 2"):
         TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path), devices=2)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten import LightningModule, Trainer, seed_everything
 from hasten._lib.errors import make_error
+from hasten._lib.names import nearest
 from hasten._lib.optional import need
 from hasten.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from hasten.checkpoint import files
@@ -51,6 +52,17 @@ _INSTEAD = {
     "deepspeed": "strategy=hasten.strategies.DeepSpeedStrategy(config=...)",
     "fsdp": "strategy='fsdp'",
     "full_determinism": "deterministic=True",
+}
+# What programs call, and what they pass, with transformers.Trainer.
+_OTHERS = {
+    "add_callback": "Give TransformersTrainer(..., callbacks=[...]) the callback.",
+    "log_metrics": "Print the values: the loggers have them already.",
+    "predict": "Loop over the data with trainer.model, or write trainer.evaluate(dataset) for its metrics.",
+    "push_to_hub": "Write trainer.model.push_to_hub(name).",
+    "save_metrics": "Leave it out: output_dir/logs has the values.",
+    "save_state": "Leave it out: the checkpoints have the state.",
+    "state": "Read trainer.trainer.history and trainer.trainer.global_step.",
+    "tokenizer": "Write processing_class.",
 }
 _OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
 _WHOLE = ("num_train_epochs", "logging_steps", "eval_steps", "save_steps")
@@ -117,6 +129,9 @@ class TransformersTrainer:
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
         _check(args)
+        self._check_program(model, args, callbacks or [], arguments)
+        if eval_dataset is None and args.eval_strategy != "no":
+            raise _missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
         seed_everything(args.seed, verbose=False)
         self.model, self.args, self.processing_class = model, args, processing_class
         self.train_dataset, self.eval_dataset, self.optimizers = train_dataset, eval_dataset, optimizers
@@ -143,6 +158,8 @@ class TransformersTrainer:
         from transformers.trainer_utils import TrainOutput
 
         args, trainer = self.args, self.trainer
+        if self.train_dataset is None:
+            raise _missing("train()", "train_dataset")
         start = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
         self.model.train()
         self.module.loss_sum, self.module.batches = torch.zeros(()), 0
@@ -157,6 +174,8 @@ class TransformersTrainer:
     def evaluate(self, eval_dataset: Samples | None = None) -> dict[str, float]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
         loader = self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
+        if loader is None:
+            raise _missing("evaluate()", "eval_dataset")
         return self.trainer.test(self.module, loader, verbose=False)[0]
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -170,6 +189,36 @@ class TransformersTrainer:
         for part in (self.model, self.processing_class):
             if part is not None and self.trainer.is_global_zero:
                 cast(Any, part).save_pretrained(output_dir or self.args.output_dir)
+
+    def __getattr__(self, name: str) -> Any:
+        what = f"{type(self).__name__!r} object has no attribute {name!r}."
+        raise make_error(AttributeError, what, fix=_OTHERS.get(name, ""))
+
+    def _check_program(self, model: object, args: Any, callbacks: list[Callback], arguments: dict[str, Any]) -> None:
+        """Refuse what transformers.Trainer takes, and this class would ignore or take for something else."""
+        import transformers
+
+        if not isinstance(model, nn.Module):
+            what = f"TransformersTrainer(model={model!r}): it must be a model, not a {type(model).__name__}."
+            fix = f"Write AutoModelForSequenceClassification.from_pretrained({model!r}), or another class of that kind."
+            raise make_error(TypeError, what, fix=fix if isinstance(model, str) else "", argument="model")
+        kinds = type(self).__mro__
+        for kind in kinds[: kinds.index(TransformersTrainer)]:
+            for name in vars(kind):
+                if hasattr(transformers.Trainer, name) and not hasattr(TransformersTrainer, name):
+                    what = f"{kind.__name__}.{name}() would never be called: hasten has its own loop."
+                    raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
+        if any(isinstance(each, transformers.TrainerCallback) for each in callbacks):
+            what = "TransformersTrainer(callbacks=[...]): there is a callback of transformers."
+            fix = "Give callbacks of hasten, such as hasten.callbacks.EarlyStopping(monitor='eval_loss')."
+            raise make_error(TypeError, what, fix=fix, argument="callbacks")
+        own, of_trainer = (inspect.signature(each).parameters for each in (TransformersTrainer, Trainer))
+        for name in sorted(arguments.keys() - of_trainer.keys()):
+            near = nearest(name, own)
+            fix = _OTHERS.get(name) or (f"Write TrainingArguments({name}=...)." if name in vars(args) else "")
+            if fix or near is not None:
+                what = f"TransformersTrainer.__init__() got an unexpected keyword argument {name!r}."
+                raise make_error(TypeError, what, fix=fix or f"Did you mean {near!r}?", argument=name)
 
     def _arguments(self, callbacks: list[Callback]) -> dict[str, Any]:
         """Return the arguments of ``hasten.Trainer``."""
@@ -255,7 +304,12 @@ class _Module(LightningModule):
         self.shifts_labels = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, strategy = self.model(**batch)["loss"], self.args.logging_strategy
+        outputs, strategy = self.model(**batch), self.args.logging_strategy
+        if "loss" not in outputs:
+            what = f"{type(self.model).__name__} returned no loss, but {', '.join(outputs)}, for {', '.join(batch)}."
+            fix = f"Samples need {' and '.join(self.label_names)}, and the model a loss that it computes from them."
+            raise make_error(ValueError, what, fix=fix, argument="train_dataset")
+        loss = outputs["loss"]
         self.loss_sum, self.batches = self.loss_sum.to(loss.device) + loss.detach(), self.batches + 1
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
@@ -319,6 +373,10 @@ class _Module(LightningModule):
             warmup, options = args.get_warmup_steps(int(steps)), args.lr_scheduler_kwargs
             scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, int(steps), options)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def _missing(what: str, name: str) -> ValueError:
+    return make_error(ValueError, f"TransformersTrainer: {what} needs data.", fix=f"Give {name}=...", argument=name)
 
 
 def _refused(name: str, value: object, fix: str) -> ValueError:
