@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import io
+import logging
 import os
 import random
 import subprocess
@@ -52,6 +53,17 @@ def test_same_seed_gives_the_same_numbers() -> None:
     np.random.seed(5)
     torch.manual_seed(5)
     assert draws() == first
+
+
+def test_the_seed_is_said_with_the_rank_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hasten"), "propagate", True)
+    with caplog.at_level("INFO"):
+        seed_everything(5)
+        monkeypatch.setenv("RANK", "1")
+        seed_everything(5)
+    assert caplog.messages == ["Seed set to 5", "[rank: 1] Seed set to 5"]
 
 
 def test_environment_tells_the_processes_that_are_started() -> None:

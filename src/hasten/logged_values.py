@@ -446,9 +446,9 @@ class LoggedValues:
                     self.bar_values[name.name] = value
             self._write_row({name.name: value for name, value in values if name.logger}, {}, step, None)
 
-    def logged_on_steps(self) -> list[str]:
-        """Return the names of the training values meant for the loggers' rows of steps."""
-        return [logged.base_name for logged in self.of_stage("train") if logged.on_step and logged.logger]
+    def logged_on_steps(self) -> list[LoggedValue]:
+        """Return the training values meant for the loggers' rows of steps."""
+        return [logged for logged in self.of_stage("train") if logged.on_step and logged.logger]
 
     def sync_step_values(self) -> None:
         """Reduce the latest values logged with ``sync_dist=True`` over the processes; all of them call it."""

@@ -157,6 +157,12 @@ def runtime(
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
         strategy_in_use.layer_sync = layer_sync
+    elif isinstance(cluster, TorchElasticEnvironment) and cluster.local_world_size() > 1:
+        rank_zero_warn(
+            f"{owner}(devices={devices!r}): {cluster.local_world_size()} processes were started, and each of them "
+            "computes the whole run alone.",
+            fix="Write devices='auto' and strategy='auto' to divide the work among them.",
+        )
     strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
     return Runtime(
         accelerator=chosen,

@@ -18,7 +18,7 @@ import torch
 
 from hasten._lib.errors import make_error
 from hasten._lib.optional import installed
-from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten._lib.rank_zero import get_rank, rank_prefixed_message, rank_zero_only, rank_zero_warn
 from hasten.extend.entry_points import found, load
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
             ValueError, f"{origin} is out of range. A seed lies between 0 and {_MAX_SEED}.", argument=argument
         )
     if verbose:
-        log.info("Seed set to %d", seed)
+        log.info(rank_prefixed_message(f"Seed set to {seed}", get_rank()))
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
     random.seed(seed)

@@ -155,6 +155,8 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[i
     "dict unpacked": (linear, takes_two, named, TypeError,
         ["Write image, label = batch['image'], batch['label']."]),
     "whole batch": (linear, lambda self, batch: self.net(batch), pair, TypeError, ["unpack it, x, y = batch"]),
+    "whole batch for a convolution": (lambda: nn.Conv2d(3, 8, 3), lambda self, batch: self.net(batch), pair, TypeError,
+        ["unpack it, x, y = batch. A step gets batch and batch_idx"]),
     "in place": (linear, in_place, pair, RuntimeError, ["Write x = x + y in place of x += y"]),
     "two devices": (linear, lambda self, batch: self.net(batch[0]) + torch.ones(3, device="meta"), pair, RuntimeError,
         ["device=self.device"]),
@@ -250,7 +252,13 @@ def test_samples_of_different_sizes(workers: int) -> None:
     data = DataLoader(Samples(ragged), 2, num_workers=workers)
     with pytest.raises(RuntimeError, match="equal size") as caught:
         quiet(limit_val_batches=0).fit(Net(linear(), through), data)
-    assert "collate_fn=...) that pads them" in "\n".join(caught.value.__notes__)
+    assert "Write DataLoader(..., collate_fn=...), with a function that pads them" in "\n".join(caught.value.__notes__)
+
+
+def test_a_tensor_given_in_place_of_a_loader() -> None:
+    net = Net(linear(), lambda self, batch: self.net(next(iter(batch))))
+    notes = notes_of(lambda: quiet(limit_val_batches=0).fit(net, torch.arange(4)), TypeError)
+    assert "Give DataLoader(TensorDataset(x, y), batch_size=32)." in notes
 
 
 def test_a_lambda_for_the_workers() -> None:

@@ -195,6 +195,13 @@ class LogsEpochs(LogsSteps):
         return loss
 
 
+class LogsBoth(LogsSteps):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 def test_an_epoch_shorter_than_the_logging_interval_is_said_once(tmp_path: Path) -> None:
     def fit(**options: Any) -> None:
         quiet(logger=True, default_root_dir=tmp_path, max_epochs=3, **options).fit(LogsSteps(), loader(40))
@@ -202,6 +209,9 @@ def test_an_epoch_shorter_than_the_logging_interval_is_said_once(tmp_path: Path)
     (text,) = said(fit)
     assert text.startswith("Values logged on steps (train_loss) go to the loggers every 50 steps")
     assert "the first epoch had 10" in text
+    assert "or self.log(..., on_epoch=True) for the mean" in text
+    both = said(lambda: quiet(logger=True, default_root_dir=tmp_path / "both").fit(LogsBoth(), loader(40)))
+    assert [text.partition("Write ")[2] for text in both] == ["Trainer(log_every_n_steps=1)."]
     line = re.search(r"Trainer\((log_every_n_steps)=(\d+)\)", text)
     assert line is not None
     with nothing_said():

@@ -152,6 +152,8 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "Nothing was logged" in text_of((tmp_path / "report.html").read_text())
     assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "no" / "a.html")]) == 1
     assert "does not exist" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "a.pdf")]) == 1
+    assert "ends in .html" in capsys.readouterr().err
     (tmp_path / "empty" / "run.jsonl").unlink()
     (tmp_path / "empty" / "metrics.csv").write_text("epoch,step,loss\n0,9,0.5\n0,19,\n1,29,0.25\n")
     text = text_of(page.render([read_run(tmp_path / "empty")]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_only
 from hasten.accelerators import Accelerator, CPUAccelerator
 from hasten.plugins import (
     DoublePrecision,
@@ -158,6 +159,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"devices": 0}, ValueError, "(devices=0): a run needs a device. Use at least 1"),
         ({"devices": 1.0}, TypeError, "(devices=1.0): use a number"),
         ({"devices": True}, TypeError, "(devices=True): use a number"),
+        ({"devices": "cpu"}, TypeError, "write accelerator='cpu', and leave devices out"),
         ({"devices": [0.0]}, TypeError, "The CPU has no indices"),
         ({"devices": [1, 1]}, TypeError, "The CPU has no indices"),
         ({"num_nodes": 0}, ValueError, "at least 1"),
@@ -231,3 +233,6 @@ def test_torchrun_decides_the_number_of_processes(monkeypatch: pytest.MonkeyPatc
     assert (run.world_size, run.num_nodes, run.global_rank, run.local_rank) == (4, 2, 3, 1)
     with refused(ValueError, "devices", fix="devices='auto'"):
         runtime(accelerator="cpu", devices=3)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with warned(UserWarning, says="2 processes were started, and each of them computes the whole run alone."):
+        assert runtime(accelerator="cpu", devices=1).world_size == 1

@@ -244,7 +244,8 @@ def shown(value: object) -> str:
     except ValueError:  # a number with thousands of digits
         text = f"<{type(value).__name__}>"
     first, *more = text.split("\n")
-    return f"{first[:_WIDE]}..." if more or len(first) > _WIDE else text
+    end = ")" if more and first.endswith("(") and len(first) <= _WIDE else ""
+    return f"{first[:_WIDE]}...{end}" if more or len(first) > _WIDE else text
 
 
 def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -> str:

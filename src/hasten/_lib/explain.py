@@ -349,7 +349,10 @@ def _no_tensor(found: re.Match[str], place: _Place) -> str:
         if any(value and all(isinstance(each, str) for each in value) for value in _lists_near(place)):
             return "These labels are text. Give each name a number in the dataset, for instance names.index(label)."
         if place.batch is not _NO_BATCH and any(value is place.batch for value in place.inputs):
-            return f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch."
+            return (
+                f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch. A step gets batch "
+                "and batch_idx; where there is no predict_step, forward gets the batch."
+            )
         if argument == "target":
             return (
                 "Return the labels of a sample as one tensor from the dataset, torch.tensor(labels); or unpack the "
@@ -773,6 +776,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"^'params'$", (KeyError,), _of_groups),
     (r"", (KeyError,), _by_index),
     (r"unhashable type: 'slice'", (TypeError, KeyError), _by_index),
+    (r"iteration over a 0-d tensor", (TypeError,),
+     lambda _, place: "The batch is one number: batches are the rows of what the Trainer was given. Give "
+     "DataLoader(TensorDataset(x, y), batch_size=32)." if isinstance(place.batch, Tensor) else ""),
     (r"values to unpack \(expected (\d+)", (ValueError,), _unpack),
     (r"cannot unpack non-iterable (\w*Optimizer) object", (TypeError,),
      "self.optimizers() returns the optimizer itself where there is one: optimizer = self.optimizers()."),
@@ -784,6 +790,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"property '(\w+)' of '.*' object has no setter", (AttributeError,), _of_property),
     (r"'str' object has no attribute", (AttributeError,), _attribute_of_text),
     (r"argument '(\w+)' \(position \d\) must be Tensor, not (\w+)", (TypeError,), _no_tensor),
+    (r"()invalid combination of arguments - got \((list|tuple|str|NoneType)\b", (TypeError,), _no_tensor),
     (r"Boolean value of Tensor with more than one value", (RuntimeError,), _truth),
     (r"'(?:tuple|list)' object has no attribute '(?:shape|size|float|to|view|dim|device|mean|flatten|dtype)'",
      (AttributeError,), "This is several tensors: unpack them first, for instance output, state = self.lstm(x)."),
@@ -840,7 +847,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     # Loaders.
     (r"stack expects each tensor to be equal size|each element in list of batch should be of equal size|"
      r"resize storage that is not resizable", _ANY,
-     "DataLoader(..., collate_fn=...) that pads them, for instance torch.nn.utils.rnn.pad_sequence"),
+     "Write DataLoader(..., collate_fn=...), with a function that pads them, for instance "
+     "torch.nn.utils.rnn.pad_sequence."),
     (r"default_collate: batch must contain .* found <class '([\w.]+)'>", (TypeError,),
      lambda m, _: f"Return tensors, numbers, dicts or tuples from __getitem__, not {m[1]}, or pass a collate_fn."),
     (r"DataLoader worker .*(?:exited unexpectedly|is killed)", (RuntimeError,), _WORKER_ENDED),

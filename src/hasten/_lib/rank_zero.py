@@ -62,6 +62,18 @@ def rank_zero_only(function: Callable[_P, _T], default: Any = None) -> Callable[
     return on_first
 
 
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """Return ``message`` with the rank in front, if there is one."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+def get_rank() -> int | None:
+    """Return the rank of this process that a launcher has set; None if none has."""
+    # SLURM_PROCID may be set where SLURM starts no processes.
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
 @rank_zero_only
 def rank_zero_info(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
     """Log a message at level INFO, once; ``stacklevel`` and ``kwargs`` as for ``logging``."""

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _SECONDS_TO_INTERRUPT_AGAIN = 0.05
+# What other programs call a command.
+_OTHERS = {
+    "doctor": "env",
+    "fabric": "launch train.py",
+    "fit": "run train.py",
+    "help": "--help",
+    "train": "run train.py",
+    "version": "--version",
+}
 
 
 def commands() -> dict[str, Command]:
@@ -52,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         split += 1
     if given[split : split + 1] and given[split].endswith(".py"):
         parser.error(f"{given[split]!r} is a program, not a command. Write hasten run {given[split]}.")
+    if (other := "".join(given[split : split + 1])) in _OTHERS:
+        parser.error(f"COMMAND {other!r} is unknown. Write hasten {_OTHERS[other]}.")
     own = parser.parse(given[: split + 1])
     if own.version:
         from hasten._lib import VERSION

@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
         known = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
         # Without the dashes, which all names have.
         bare = name.lstrip("-").replace("_", "-")
-        found = self._elsewhere.get(bare) or nearest(bare, known)
+        longer = next((each for each in known if each.startswith(bare)), None)
+        found = self._elsewhere.get(bare) or longer or nearest(bare, known)
         hint = f" Did you mean '--{found}'?" if found else ""
         if hint:
             self.exit(2, f"{self.prog}: error: unknown option {name}.{hint} See {self.prog} --help.\n")

@@ -564,6 +564,11 @@ class Fabric(RuntimeView):
                 argument="clip_val",
             )
         optimizer = unwrapped(optimizer)
+        if isinstance(optimizer, nn.Module):
+            what = "Fabric.clip_gradients(): the module comes first, then its optimizer."
+            raise make_error(
+                TypeError, what, fix="Write fabric.clip_gradients(module, optimizer, ...).", argument="optimizer"
+            )
         parameters = to_clip(optimizer, "Fabric.clip_gradients()")
         if self._runtime.engine.unscale is not None:
             self._runtime.engine.unscale(optimizer)

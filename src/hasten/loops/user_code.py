@@ -804,15 +804,14 @@ class FirstEpoch:
             )
         silent = self._ended or self._resumed or run.arguments.fast_dev_run or not run.logged.loggers
         self._ended = True
-        names = [] if silent or not 0 < steps < every else run.logged.logged_on_steps()
-        if names:
+        values = [] if silent or not 0 < steps < every else run.logged.logged_on_steps()
+        if values:
+            names = ", ".join(value.base_name for value in values[:_NAMED])
+            mean = "" if all(value.on_epoch for value in values) else ", or self.log(..., on_epoch=True) for the mean"
             rank_zero_warn(
-                f"Values logged on steps ({', '.join(names[:_NAMED])}) go to the loggers every {every} steps, and the "
-                f"first epoch had {steps}: none of them got there.",
-                fix=(
-                    f"Write Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the "
-                    "mean."
-                ),
+                f"Values logged on steps ({names}) go to the loggers every {every} steps, and the first epoch had "
+                f"{steps}: none of them got there.",
+                fix=f"Write Trainer(log_every_n_steps={max(1, steps // 10)}){mean}.",
             )
 
 

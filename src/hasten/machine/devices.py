@@ -154,8 +154,10 @@ class CPUAccelerator(Accelerator):
             raise WrongType(
                 f"devices={shown(devices)}, accelerator='cpu':",
                 fix=(
-                    f"use the number of processes, from 1 to {_MOST_PROCESSES}, or devices='auto' for one. The CPU has "
-                    "no indices."
+                    "write accelerator='cpu', and leave devices out."
+                    if devices == "cpu"
+                    else f"use the number of processes, from 1 to {_MOST_PROCESSES}, or devices='auto' for one. The "
+                    "CPU has no indices."
                 ),
                 argument="devices",
             )

@@ -13,7 +13,6 @@ functions to the user's.
 from __future__ import annotations
 
 import inspect
-import reprlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
+from hasten._lib.check import shown
 from hasten._lib.errors import make_error
 from hasten._lib.explain import explain
 from hasten._lib.tree import parameters_of
@@ -266,7 +266,7 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
         if not hasattr(given, "backward"):
             raise make_error(
                 TypeError,
-                f"backward({reprlib.repr(given)}): a {type(given).__name__} has no gradients.",
+                f"backward({shown(given)}): a {type(given).__name__} has no gradients.",
                 fix="Give it the loss, a tensor of one element.",
             )
         try:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
 from hasten._lib.rank_zero import (
     LightningDeprecationWarning,
     log,
+    rank_prefixed_message,
     rank_zero_debug,
     rank_zero_deprecation,
     rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
 )
+from hasten._lib.rank_zero import get_rank as _get_rank  # noqa: F401  (programs import it)
 
 rank_zero_module = sys.modules[__name__]
 
@@ -50,18 +51,6 @@ class WarningCache(set[str]):
         if message not in self:
             self.add(message)
             function(message, **kwargs)
-
-
-def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """Return ``message`` with the rank in front, if there is one."""
-    return message if rank is None else f"[rank: {rank}] {message}"
-
-
-def _get_rank() -> int | None:
-    """Return the rank of this process that a launcher has set; None if none has."""
-    # SLURM_PROCID may be set where SLURM starts no processes.
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 __all__ = [

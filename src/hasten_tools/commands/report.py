@@ -25,6 +25,8 @@ def main(arguments: Sequence[str]) -> int:
             output /= "report.html"
         if not output.parent.is_dir():
             raise ValueError(f"-o {options.output}: the folder {output.parent} does not exist.")
+        if output.suffix not in (".html", ".htm"):
+            raise ValueError(f"-o {options.output}: the page is HTML. Use a name that ends in .html.")
         if options.follow:
             page.follow(options.runs, output, say=lambda text: print(text, flush=True))
             return 0

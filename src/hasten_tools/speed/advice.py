@@ -427,7 +427,9 @@ class Advice:
 
     def _hardware(self) -> str:
         facts = self.facts
-        threads = f", {facts['threads']} threads" if facts.get("device_type") == "cpu" else ""
+        threads = ""
+        if facts.get("device_type") == "cpu":
+            threads = f", {facts['threads']} thread{'s' * (facts['threads'] != 1)}"
         versions = f"torch {facts.get('torch', '?')}, hasten {facts.get('hasten', '?')}"
         return f"{facts.get('device', 'unknown device')}{threads}; {versions}"
 
