@@ -157,12 +157,8 @@ def runtime(
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
         strategy_in_use.layer_sync = layer_sync
-    elif isinstance(cluster, TorchElasticEnvironment) and cluster.local_world_size() > 1:
-        rank_zero_warn(
-            f"{owner}(devices={devices!r}): {cluster.local_world_size()} processes were started, and each of them "
-            "computes the whole run alone.",
-            fix="Write devices='auto' and strategy='auto' to divide the work among them.",
-        )
+    else:
+        _warn_if_alone(cluster, devices, owner)
     strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
     return Runtime(
         accelerator=chosen,
@@ -412,6 +408,16 @@ def _count_of_indices(devices: Any) -> int:
         return 0
     is_index = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices)
     return len(set(devices)) if is_index and len(set(devices)) == len(devices) else 0
+
+
+def _warn_if_alone(cluster: ClusterEnvironment, devices: Any, owner: str) -> None:
+    """Warn that several processes have been started, each of which is a run of one process."""
+    if isinstance(cluster, TorchElasticEnvironment) and (count := cluster.local_world_size()) > 1:
+        rank_zero_warn(
+            f"{owner}(devices={devices!r}): {count} processes were started, and each of them computes the whole run "
+            "alone.",
+            fix="Write devices='auto' and strategy='auto' to divide the work among them.",
+        )
 
 
 # -- strategies

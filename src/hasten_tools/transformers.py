@@ -129,7 +129,9 @@ class TransformersTrainer:
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 
         _check(args)
-        self._check_program(model, args, callbacks or [], arguments)
+        _check_overrides(type(self))
+        _check_parts(model, callbacks or [])
+        _check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), args)
         if eval_dataset is None and args.eval_strategy != "no":
             raise _missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
         seed_everything(args.seed, verbose=False)
@@ -193,32 +195,6 @@ class TransformersTrainer:
     def __getattr__(self, name: str) -> Any:
         what = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise make_error(AttributeError, what, fix=_OTHERS.get(name, ""))
-
-    def _check_program(self, model: object, args: Any, callbacks: list[Callback], arguments: dict[str, Any]) -> None:
-        """Refuse what transformers.Trainer takes, and this class would ignore or take for something else."""
-        import transformers
-
-        if not isinstance(model, nn.Module):
-            what = f"TransformersTrainer(model={model!r}): it must be a model, not a {type(model).__name__}."
-            fix = f"Write AutoModelForSequenceClassification.from_pretrained({model!r}), or another class of that kind."
-            raise make_error(TypeError, what, fix=fix if isinstance(model, str) else "", argument="model")
-        kinds = type(self).__mro__
-        for kind in kinds[: kinds.index(TransformersTrainer)]:
-            for name in vars(kind):
-                if hasattr(transformers.Trainer, name) and not hasattr(TransformersTrainer, name):
-                    what = f"{kind.__name__}.{name}() would never be called: hasten has its own loop."
-                    raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
-        if any(isinstance(each, transformers.TrainerCallback) for each in callbacks):
-            what = "TransformersTrainer(callbacks=[...]): there is a callback of transformers."
-            fix = "Give callbacks of hasten, such as hasten.callbacks.EarlyStopping(monitor='eval_loss')."
-            raise make_error(TypeError, what, fix=fix, argument="callbacks")
-        own, of_trainer = (inspect.signature(each).parameters for each in (TransformersTrainer, Trainer))
-        for name in sorted(arguments.keys() - of_trainer.keys()):
-            near = nearest(name, own)
-            fix = _OTHERS.get(name) or (f"Write TrainingArguments({name}=...)." if name in vars(args) else "")
-            if fix or near is not None:
-                what = f"TransformersTrainer.__init__() got an unexpected keyword argument {name!r}."
-                raise make_error(TypeError, what, fix=fix or f"Did you mean {near!r}?", argument=name)
 
     def _arguments(self, callbacks: list[Callback]) -> dict[str, Any]:
         """Return the arguments of ``hasten.Trainer``."""
@@ -373,6 +349,41 @@ class _Module(LightningModule):
             warmup, options = args.get_warmup_steps(int(steps)), args.lr_scheduler_kwargs
             scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, int(steps), options)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def _check_overrides(kind: type[TransformersTrainer]) -> None:
+    """Refuse methods of transformers.Trainer that a subclass overrides, and that nothing would call."""
+    import transformers
+
+    for each in kind.__mro__[: kind.__mro__.index(TransformersTrainer)]:
+        for name in vars(each):
+            if hasattr(transformers.Trainer, name) and not hasattr(TransformersTrainer, name):
+                what = f"{each.__name__}.{name}() would never be called: hasten has its own loop."
+                raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
+
+
+def _check_parts(model: object, callbacks: list[Callback]) -> None:
+    """Refuse the name of a model, and callbacks of transformers."""
+    from transformers import TrainerCallback
+
+    if not isinstance(model, nn.Module):
+        what = f"TransformersTrainer(model={model!r}): it must be a model, not a {type(model).__name__}."
+        fix = f"Write AutoModelForSequenceClassification.from_pretrained({model!r}), or another class of that kind."
+        raise make_error(TypeError, what, fix=fix if isinstance(model, str) else "", argument="model")
+    if any(isinstance(each, TrainerCallback) for each in callbacks):
+        what = "TransformersTrainer(callbacks=[...]): there is a callback of transformers."
+        fix = "Give callbacks of hasten, such as hasten.callbacks.EarlyStopping(monitor='eval_loss')."
+        raise make_error(TypeError, what, fix=fix, argument="callbacks")
+
+
+def _check_names(unknown: set[str], args: TrainingArguments) -> None:
+    """Refuse arguments that no Trainer of hasten has, if it is known what to write."""
+    for name in sorted(unknown):
+        near = nearest(name, inspect.signature(TransformersTrainer).parameters)
+        fix = _OTHERS.get(name) or (f"Write TrainingArguments({name}=...)." if hasattr(args, name) else "")
+        if fix or near is not None:
+            what = f"TransformersTrainer.__init__() got an unexpected keyword argument {name!r}."
+            raise make_error(TypeError, what, fix=fix or f"Did you mean {near!r}?", argument=name)
 
 
 def _missing(what: str, name: str) -> ValueError:

@@ -48,6 +48,7 @@ from hasten.optim.fast_step import is_watched
 from hasten.strategies.parallel import PIPELINE_IN_FABRIC, is_of_pipeline
 
 if TYPE_CHECKING:
+    from hasten.logged_values import LoggedValue
     from hasten.loops.run import Run
     from hasten.loops.run_data import StageData
 
@@ -804,15 +805,18 @@ class FirstEpoch:
             )
         silent = self._ended or self._resumed or run.arguments.fast_dev_run or not run.logged.loggers
         self._ended = True
-        values = [] if silent or not 0 < steps < every else run.logged.logged_on_steps()
-        if values:
-            names = ", ".join(value.base_name for value in values[:_NAMED])
-            mean = "" if all(value.on_epoch for value in values) else ", or self.log(..., on_epoch=True) for the mean"
-            rank_zero_warn(
-                f"Values logged on steps ({names}) go to the loggers every {every} steps, and the first epoch had "
-                f"{steps}: none of them got there.",
-                fix=f"Write Trainer(log_every_n_steps={max(1, steps // 10)}){mean}.",
-            )
+        if not silent and 0 < steps < every and (values := run.logged.logged_on_steps()):
+            _warn_of_long_intervals(values, every, steps)
+
+
+def _warn_of_long_intervals(values: list[LoggedValue], every: int, steps: int) -> None:
+    names = ", ".join(value.base_name for value in values[:_NAMED])
+    mean = "" if all(value.on_epoch for value in values) else ", or self.log(..., on_epoch=True) for the mean"
+    rank_zero_warn(
+        f"Values logged on steps ({names}) go to the loggers every {every} steps, and the first epoch had {steps}: "
+        "none of them got there.",
+        fix=f"Write Trainer(log_every_n_steps={max(1, steps // 10)}){mean}.",
+    )
 
 
 # What hooks between the loss and the step must do.
