@@ -99,6 +99,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     for words, part in (
         (["-o", "train.py", "train.py"], "is the program itself"),
+        (["-o", "no/plain.py", "train.py"], "the folder no does not exist"),
         (["trai.py"], "Did you mean"),
         ([], "name"),
     ):

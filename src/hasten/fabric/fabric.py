@@ -563,12 +563,13 @@ class Fabric(RuntimeView):
                 fix="give one of the two: clip_val limits each element, max_norm the norm of all.",
                 argument="clip_val",
             )
-        optimizer = unwrapped(optimizer)
-        if isinstance(optimizer, nn.Module):
+        given: object = optimizer
+        if isinstance(given, nn.Module):
             what = "Fabric.clip_gradients(): the module comes first, then its optimizer."
             raise make_error(
                 TypeError, what, fix="Write fabric.clip_gradients(module, optimizer, ...).", argument="optimizer"
             )
+        optimizer = unwrapped(optimizer)
         parameters = to_clip(optimizer, "Fabric.clip_gradients()")
         if self._runtime.engine.unscale is not None:
             self._runtime.engine.unscale(optimizer)

@@ -48,7 +48,7 @@ from hasten.optim.fast_step import is_watched
 from hasten.strategies.parallel import PIPELINE_IN_FABRIC, is_of_pipeline
 
 if TYPE_CHECKING:
-    from hasten.logged_values import LoggedValue
+    from hasten.logged_value import LoggedValue
     from hasten.loops.run import Run
     from hasten.loops.run_data import StageData
 
@@ -627,7 +627,7 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
             PossibleUserWarning,
             fix=(
                 "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
-                "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well."
+                "Trainer(limit_val_batches=0) switches validation off, in trainer.validate() as well."
             ),
         )
 

@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{path} is not a Python file. Name the file that calls Trainer.fit.")
     if output is not None and output.resolve() == path.resolve():
         parser.error(f"-o {output} is the program itself. Name another file.")
+    if output is not None and not output.parent.is_dir():
+        parser.error(f"-o {output}: the folder {output.parent} does not exist.")
     try:
         text = eject_program(path, source.decode("utf-8-sig"), rest)
         several = "DistributedDataParallel(" in text
