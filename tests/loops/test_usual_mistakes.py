@@ -719,6 +719,11 @@ def test_predictions_in_another_order_are_said_where_they_are_returned() -> None
         quiet().predict(Classifier(), data, return_predictions=False)
 
 
+class Sized(Classifier):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+
+
 def test_checkpoints_that_do_not_fit_are_told_apart(tmp_path: Path) -> None:
     trainer = quiet()
     trainer.fit(Classifier(), loader())
@@ -726,7 +731,10 @@ def test_checkpoints_that_do_not_fit_are_told_apart(tmp_path: Path) -> None:
     trainer.save_checkpoint(path)
     with pytest.raises(TypeError) as caught:
         Classifier.load_from_checkpoint(path, hidden=3)
-    assert "'hidden' is not an argument of Classifier.__init__" in notes(caught.value)
+    assert "'hidden' is not an argument of Classifier.__init__. Leave it out." in notes(caught.value)
+    with pytest.raises(TypeError) as caught:
+        Sized.load_from_checkpoint(path, widht=3)
+    assert "'widht' is not an argument of Sized.__init__. Did you mean 'width'?" in notes(caught.value)
 
     class Other(L.LightningModule):
         def __init__(self, **_: Any) -> None:

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from hasten._lib.errors import MisconfigurationRuntimeError, add_note, make_error
+from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import AttributeDict as AttributeDict
@@ -522,7 +523,7 @@ def construct(
                     f"file as you would trust a program. {how_to_allow(names)}"
                 ),
             )
-        with _named_in_errors(cls.__name__, hparams_file, path, given):
+        with _named_in_errors(cls, hparams_file, path, given):
             made = cls(**arguments)
     if is_module:
         _restore_module(made, checkpoint, path, strict, cls.__name__)
@@ -544,16 +545,17 @@ def _check_paths(owner: str, checkpoint_path: PathLike | IO[bytes], hparams_file
 
 
 @contextmanager
-def _named_in_errors(name: str, hparams_file: PathLike | None, path: str, given: Iterable[str]) -> Iterator[None]:
+def _named_in_errors(cls: type, hparams_file: PathLike | None, path: str, given: Iterable[str]) -> Iterator[None]:
     """Name the file whose hyper-parameters a class takes, if it raises: ``hparams_file`` or the checkpoint."""
     try:
         yield
     except Exception as error:
         for argument in given:
             if f"unexpected keyword argument '{argument}'" in str(error):
-                add_note(error, f"{argument!r} is not an argument of {name}.__init__.", fix="Leave it out.")
+                fix = did_you_mean(argument, inspect.signature(cls).parameters).strip() or "Leave it out."
+                add_note(error, f"{argument!r} is not an argument of {cls.__name__}.__init__.", fix=fix)
                 raise
-        what = f"{name} was made with the hyper-parameters in {str(hparams_file or path)!r}."
+        what = f"{cls.__name__} was made with the hyper-parameters in {str(hparams_file or path)!r}."
         add_note(error, what, fix="Pass others by name, as load_from_checkpoint(path, name=...).")
         raise
 

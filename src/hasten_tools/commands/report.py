@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         if not output.parent.is_dir():
             raise ValueError(f"-o {options.output}: the folder {output.parent} does not exist.")
         if output.suffix not in (".html", ".htm"):
-            raise ValueError(f"-o {options.output}: the page is HTML. Use a name that ends in .html.")
+            raise ValueError(f"-o {options.output}: use a name that ends in .html.")
         if options.follow:
             page.follow(options.runs, output, say=lambda text: print(text, flush=True))
             return 0
