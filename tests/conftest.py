@@ -40,6 +40,7 @@ _BEGUN_FIRST = (
     "machine/test_launch.py", "story/test_endings.py", "story/test_two_processes.py",
 )  # fmt: skip
 
+_FOLDERS_OF_A_RUN = ("checkpoints", "lightning_logs")
 _OF_A_RUN = (
     "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
     "PL_GLOBAL_SEED", "PL_SEED_WORKERS",  # seed_everything sets them.
@@ -78,6 +79,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector away from what was imported: its full passes would look through all of it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fail if tests have left files of a run in the checkout: those of the next session would find them."""
+    yield
+    left = [name for name in _FOLDERS_OF_A_RUN if (session.config.rootpath / name).exists()]
+    if left and not hasattr(session.config, "workerinput"):
+        print(f"\nA test has left {', '.join(left)} in the checkout. Have it write to tmp_path.")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -212,8 +212,11 @@ class Fragile(Failing):
         ("on_after_backward", 0, 2, False),
     ],
 )
-def test_a_batch_that_failed_counts_once(tmp_path: Path, place: str, at: int, accumulate: int, stored: bool) -> None:
+def test_a_batch_that_failed_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, at: int, accumulate: int, stored: bool
+) -> None:
     """Also with an open accumulation, a batch that was changed in place, and batches of a class of the program."""
+    monkeypatch.chdir(tmp_path)
 
     def make(at: int = -1) -> Fragile:
         model: Fragile = type("Fragile", (Fragile,), {"at": at, "place": place})()

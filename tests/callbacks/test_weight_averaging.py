@@ -209,7 +209,8 @@ def test_when_the_moving_average_is_updated() -> None:
 # -- validation
 
 
-def test_validation_and_its_hooks_see_the_average() -> None:
+def test_validation_and_its_hooks_see_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     seen: list[Tensor] = []
 
     class Watched(Normalized):

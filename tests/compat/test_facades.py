@@ -310,7 +310,10 @@ def test_callbacks_read_how_values_of_several_loaders_are_named() -> None:
     assert (seen, trainer._results) == (["/dataloader_idx_{}"], None)
 
 
-def test_a_programs_strategy_has_the_abstract_methods_of_lightnings() -> None:
+def test_a_programs_strategy_has_the_abstract_methods_of_lightnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     import torch
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
     from lightning.fabric import strategies as of_fabric

@@ -238,7 +238,8 @@ class Brings(Classifier):
         return self.brought
 
 
-def test_callbacks_of_the_module_replace_those_of_their_kind() -> None:
+def test_callbacks_of_the_module_replace_those_of_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     given = [EarlyStopping("train_loss"), Timer(), L.Callback()]
     trainer = quiet(logger=True, callbacks=given, limit_train_batches=1)
     for _ in range(2):

@@ -451,7 +451,8 @@ def empties_the_cache(self: Any, batch: Any) -> Any:
 
 
 def samples_actions(self: Any, batch: Any) -> Any:
-    policy = torch.distributions.Categorical(logits=self(batch[0]))
+    # By default it does, until something is compiled in this process.
+    policy = torch.distributions.Categorical(logits=self(batch[0]), validate_args=True)
     return -policy.log_prob(policy.sample()).mean()
 
 
