@@ -189,15 +189,21 @@ def test_the_actions_of_what_a_program_overrides(model: Any, actions: dict[str, 
         assert [name for name, value in vars(owner).items() if hasattr(value, "__wrapped__")] == []
 
 
-def test_a_profiled_run_computes_the_same() -> None:
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}])
+def test_a_profiled_run_computes_the_same(options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     one = Classifier(dropout=0.5)
     other = Classifier(dropout=0.5)
     other.load_state_dict(one.state_dict())
+    metrics: list[dict[str, Any]] = []
     for model, profiler in ((one, None), (other, "simple")):
         torch.manual_seed(2)
-        quiet(profiler=profiler, max_epochs=2).fit(model, loader(shuffle=True), loader(8))
+        trainer = quiet(profiler=profiler, max_epochs=2, **options)
+        trainer.fit(model, loader(shuffle=True), loader(8))
+        metrics.append(trainer.callback_metrics)
     assert same_weights(one, other)
+    assert metrics[0] == metrics[1]
+    assert "train_loss" in metrics[0]
 
 
 def test_an_error_ends_the_report(caplog: pytest.LogCaptureFixture) -> None:

@@ -229,7 +229,7 @@ class LoggedParts:
         self._observed.__enter__()
         return self
 
-    def _note(self, record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> None:
+    def _note(self, record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> Any:
         logged, before = self._logged, None
         known = logged.context.values.get(name)
         if batch_size is not None and known is not None:
@@ -237,11 +237,14 @@ class LoggedParts:
             total = known.total.clone() if isinstance(known.total, Tensor) else known.total
             before = total, known.weight
         entry = record(name, value, options, batch_size)
+        if entry is None:
+            return None
         parts = self._parts.setdefault(entry, _ValueOfParts())
         parts.weight = logged.batch_size if batch_size is None else batch_size
         if isinstance(batch_size, (int, float)) or parts.given:
             parts.before = parts.before or before or (None, 0)
             parts.given.append((entry.value, parts.weight, logged.batch_size, self._number))
+        return entry
 
     def next_part(self) -> None:
         """Add what the part just computed has logged."""
