@@ -48,7 +48,7 @@ BAR_INTERVAL_SECONDS = 5.0
 FIRST_BAR_SECONDS = 1.0
 
 # (record, name, value, options, batch_size): calls record(name, value, options, batch_size)
-Observer = Callable[[Callable[..., Any], str, Any, tuple[Any, ...], Any], None]
+Observer = Callable[[Callable[..., Any], str, Any, tuple[Any, ...], Any], LoggedValue | None]
 
 
 # Where a value is shown: ``callback_metrics``, also the bar, and ``logged_metrics``.
@@ -117,7 +117,7 @@ class LoggedValues:
         self._outdated: dict[tuple[str, str], Any] = {}
         # Checks losses for nan and infinity; None outside of training.
         self.loss_report: LossReport | None = None
-        self._observer: Callable[..., None] | None = None
+        self._observer: Callable[..., LoggedValue | None] | None = None
         self._contexts: dict[str, LoggingContext] = {}
         self._pending: list[_Pending] = []
         self._bar_sent = time.monotonic()
@@ -171,12 +171,11 @@ class LoggedValues:
             options: the fields of a ``LogOptions``; the first call for a name in a hook decides them.
             batch_size: the weight in the epoch's mean; None for the size of the batch.
 
-        Returns: the ``LoggedValue``; None while an observer is active.
+        Returns: the ``LoggedValue``; None if values are ignored.
 
         """
         if self._observer is not None:
-            self._observer(name, value, options, batch_size)
-            return None
+            return self._observer(name, value, options, batch_size)
         context = self.context
         logged = context.values.get(name)
         if logged is None or logged.options != options:
@@ -195,15 +194,15 @@ class LoggedValues:
         """Call ``observer(record, name, value, options, batch_size)`` instead of ``record``; contexts nest.
 
         Args:
-            observer: calls ``record`` with the other arguments, which returns the ``LoggedValue``.
+            observer: calls ``record`` with the other arguments, and returns what it returns.
 
         """
         outer = self._observer
 
-        def observe(*call: Any) -> None:
+        def observe(*call: Any) -> LoggedValue | None:
             self._observer = outer
             try:
-                observer(self.record, *call)
+                return observer(self.record, *call)
             finally:
                 self._observer = observe
 
@@ -221,13 +220,13 @@ class LoggedValues:
 
         """
 
-        def observer(record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> None:
+        def observer(record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> Any:
             given = LogOptions(*options)
             is_number = isinstance(value, (Tensor, float, int))
             if given.sync_dist and is_number and reduction(given.reduce_fx, name) == "mean":
                 value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.double)
                 value = weighed(value, weight)
-            record(name, value, options, batch_size)
+            return record(name, value, options, batch_size)
 
         return self.observed(observer)
 
@@ -798,6 +797,7 @@ class LoggedValues:
             "epoch": dict(self.epoch_values),
             "epoch_not_for_loggers": dict(self._not_for_loggers),
             "outdated": sorted(self._outdated),
+            "of_64_bits": sorted(self._double),
         }
         return {
             "train": entries,
@@ -812,6 +812,7 @@ class LoggedValues:
         self.callback_values = dict(state["callback"])
         self.logger_values = dict(state["logged"])
         self.bar_values = dict(state["bar"])
+        self._double = set(state.get("of_64_bits", ()))
         self.row_is_due = bool(state.get("row_is_due"))
         self.epoch_values = dict(state.get("epoch", {}))
         self._not_for_loggers = dict(state.get("epoch_not_for_loggers", {}))

@@ -88,6 +88,19 @@ def test_rates_are_logged_when_their_scheduler_steps() -> None:
     assert [step for step, _ in accumulated] == [0, 1, 2, 3]
 
 
+def test_a_run_resumed_within_an_accumulation_has_one_row_of_its_step(tmp_path: Path) -> None:
+    def save(trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "limit_val_batches": 0}
+    for path, steps in ((None, [0, 1]), (tmp_path / "a.ckpt", [1])):
+        logger = RowLogger()
+        callbacks = [LearningRateMonitor("step"), LambdaCallback(on_train_batch_end=save)][: 1 + (path is None)]
+        quiet(callbacks=callbacks, logger=logger, **options).fit(Tuned(halving("step")), BATCHES, ckpt_path=path)
+        assert [step for step, _ in logger.of("lr-SGD")] == steps
+
+
 @pytest.mark.parametrize(("interval", "steps"), [("step", [1, 3, 5, 7]), ("epoch", [0, 4])])
 def test_the_interval_can_be_chosen(interval: Any, steps: list[int]) -> None:
     monitor = LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)

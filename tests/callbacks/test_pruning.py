@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hasten as L
-from hasten.callbacks import LambdaCallback, ModelPruning
+from hasten.callbacks import LambdaCallback, ModelCheckpoint, ModelPruning
 from tests.callbacks.resuming import SaveLast, assert_resumes_exactly, assert_same, fitted, weights
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused
@@ -125,6 +125,18 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path, permanent: bool, lottery:
     callbacks = pruning(use_lottery_ticket_hypothesis=lambda epoch: lottery and epoch == 1, **options)
     whole = assert_resumes_exactly(tmp_path, make, callbacks, [3, 6, 8, 17], max_epochs=3)
     assert ("layers.0.weight_orig" in weights(whole)) != permanent
+
+
+def test_a_run_resumed_at_the_end_of_an_epoch_prunes_that_epoch_once(tmp_path: Path) -> None:
+    def save(trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    done = ModelCheckpoint(tmp_path, filename="done")
+    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    whole = fitted(make, pruning(amount=0.3), LambdaCallback(on_train_epoch_end=save), done, **options)
+    for name in ("0", "1", "done"):
+        resumed = fitted(make, pruning(amount=0.3), ckpt_path=tmp_path / f"{name}.ckpt", seed=9, max_epochs=2)
+        assert_same(weights(resumed), weights(whole))
 
 
 def test_checkpoints_hold_plain_weights_with_zeros(tmp_path: Path) -> None:

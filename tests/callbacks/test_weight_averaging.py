@@ -435,6 +435,18 @@ def test_an_epoch_that_is_cut_short_is_not_averaged() -> None:
     assert_same(weights(never), weights(fitted(Normalized, list, max_steps=8, **options)))
 
 
+def test_the_epoch_in_which_the_last_step_was_reached_is_averaged_when_a_run_resumes_at_its_end(tmp_path: Path) -> None:
+    def save(trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    averages, saving = ema(decay=0.5, update_starting_at_epoch=0), LambdaCallback(on_train_epoch_end=save)
+    options: dict[str, Any] = {"max_epochs": 5, "max_steps": 12}
+    whole = fitted(Classifier, averages, saving, **options)
+    resumed = fitted(Classifier, averages, ckpt_path=tmp_path / "a.ckpt", seed=9, **options)
+    assert_same(weights(resumed), weights(whole))
+    assert (resumed.current_epoch, resumed.global_step) == (whole.current_epoch, whole.global_step) == (2, 12)
+
+
 class Endless(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         torch.manual_seed(0)

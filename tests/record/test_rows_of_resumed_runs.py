@@ -105,3 +105,15 @@ def test_accumulated_steps_have_their_rows_too(tmp_path: Path) -> None:
     resumed = fit(tmp_path, every=1, version=1, accumulate_grad_batches=2, ckpt_path=path)
     assert rows_of(resumed) == rows_of(whole)
     assert rows_in(tmp_path, 1) == rows_in(tmp_path, 0)
+
+
+def test_a_value_of_64_bits_has_them_in_a_resumed_run_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    options: dict[str, Any] = {"max_epochs": 1, "precision": "64-true"}
+    whole = quiet(callbacks=[Saves("on_train_epoch_end", path, cut=False)], **options)
+    whole.fit(Classifier(), loader(4 * SAVED_AT), loader(8))
+    resumed = quiet(**options)
+    resumed.fit(Classifier(), loader(4 * SAVED_AT), loader(8), ckpt_path=path)
+    value = resumed.callback_metrics["val_loss"]
+    assert value == whole.callback_metrics["val_loss"]
+    assert value.dtype == torch.float64

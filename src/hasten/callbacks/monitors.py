@@ -82,7 +82,8 @@ class LearningRateMonitor(Callback):
             raise MisconfigurationException(
                 "LearningRateMonitor: the Trainer has no logger.", fix="Leave it out, or do not pass logger=False."
             )
-        self._logged_at = -1
+        # A run that resumes within an accumulation has the row of that step.
+        self._logged_at = trainer.global_step if trainer.progress.accumulation_index else -1
         self.lrs = {}
         found = self._named_optimizers(trainer)
         names = [name for _, names, _ in found for name in names]

@@ -135,6 +135,8 @@ class ModelPruning(Callback):
         # Copies of layers, used to draw new initial values.
         self._templates: dict[int, nn.Module] = {}
         self._loaded: dict[str, Any] | None = None
+        # The batch after which it has pruned: a resumed run calls the hooks in which its checkpoint was saved again.
+        self._pruned_at = 0
 
     def _find_pruning_fn(
         self, pruning_fn: Callable[..., Any] | str, dim: int | None, norm: int | None
@@ -266,7 +268,7 @@ class ModelPruning(Callback):
             )
         paths = {id(module): path for path, module in pl_module.named_modules()}
         self._paths = [f"{paths[id(module)]}.{name}" for module, name in self._parameters_to_prune]
-        self._initial_values, self._templates, self._loaded = {}, {}, None
+        self._initial_values, self._templates, self._loaded, self._pruned_at = {}, {}, None, 0
         if not self._use_lottery_ticket_hypothesis:
             return
         for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
@@ -279,6 +281,7 @@ class ModelPruning(Callback):
         if self._loaded is None:
             return
         loaded, self._loaded = self._loaded, None
+        self._pruned_at = loaded.get("pruned_at", 0)
         for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
             if path in loaded["first_values"] and path in self._initial_values:
                 self._initial_values[path] = loaded["first_values"][path]
@@ -306,8 +309,13 @@ class ModelPruning(Callback):
         if self._make_pruning_permanent:
             self.make_pruning_permanent(pl_module)
 
+    on_fit_end = on_train_end  # A resumed run may have had nothing left to train.
+
     def _run_pruning(self, trainer: Trainer) -> None:
-        epoch = trainer.current_epoch
+        epoch, batch = trainer.current_epoch, trainer.progress.total_batches
+        if batch == self._pruned_at:
+            return
+        self._pruned_at = batch
         applies = self._apply_pruning(epoch) if callable(self._apply_pruning) else self._apply_pruning
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not applies or not amount:
@@ -344,7 +352,8 @@ class ModelPruning(Callback):
             if mask is not None:
                 masks[path] = mask.bool()
                 hidden[path] = _original(module, name).detach()[~masks[path]]
-        return {"masks": masks, "hidden": hidden, "first_values": dict(self._initial_values)}
+        first = dict(self._initial_values)
+        return {"masks": masks, "hidden": hidden, "first_values": first, "pruned_at": self._pruned_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the masks until the parameters exist."""

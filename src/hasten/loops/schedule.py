@@ -343,6 +343,8 @@ class Limits:
     def finished(self) -> bool:
         """Return whether training is over: a limit is reached, or ``should_stop`` is set and the minimum is reached."""
         progress = self.run.progress
+        if progress.mid_epoch and progress.last_batch:
+            return False  # A resumed run calls the last hooks of the epoch.
         if progress.global_step >= self.max_steps:
             return True
         if not progress.mid_epoch and progress.epochs_done >= self.max_epochs:
