@@ -47,8 +47,9 @@ class Averaging(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Like the real one, it asks the first group alone.
+        assert self.param_groups[0]["train_mode"], "stepped in eval mode"
         for group in self.param_groups:
-            assert group["train_mode"], "stepped in eval mode"
             group["k"] += 1
             for p in group["params"]:
                 z = self.state[p].setdefault("z", p.clone())
@@ -197,3 +198,35 @@ def test_the_classes_of_the_package(kind: str, name: str) -> None:
     assert type(made).__name__ == name
     assert made.param_groups[0]["lr"] == 0.5
     assert len(made.param_groups[0]["params"]) == 3
+
+
+def test_a_group_added_in_a_run_is_validated_with_its_average_too() -> None:
+    def make(*, later: bool) -> Trained:
+        torch.manual_seed(0)
+        model = Trained()
+
+        def optimizer() -> Any:
+            first, *rest = list(model.parameters())
+            made: Any = Averaging([first], lr=0.2)
+            if later:
+                adds.append(rest)
+            else:
+                made.add_param_group({"params": rest})
+            return made
+
+        adds: list[Any] = []
+        model.configure_optimizers = optimizer  # type: ignore[method-assign]
+
+        def add(trainer: L.Trainer, module: L.LightningModule) -> None:
+            while adds:
+                trainer.optimizers[0].add_param_group({"params": adds.pop()})
+
+        callback = L.callbacks.LambdaCallback(on_train_epoch_start=add)
+        trainer = quiet(callbacks=[callback], num_sanity_val_steps=0)
+        trainer.fit(model, loader(), loader(8))
+        losses.append(trainer.callback_metrics["val_loss"])
+        return model
+
+    losses: list[Tensor] = []
+    assert same_weights(make(later=True), make(later=False))
+    assert losses[0] == losses[1]

@@ -103,6 +103,10 @@ class AveragedWeights:
                 return [parameter.detach().clone() for parameter in parameters_of(optimizer)]
 
             training += full_precision(optimizer, copy)
+            for group in optimizer.param_groups:
+                # A group that was added since is marked as if it had its averages.
+                if "train_mode" in group:
+                    group["train_mode"] = True
             full_precision(optimizer, optimizer.eval)
         return training
 
