@@ -32,6 +32,9 @@ class Evaluates(L.LightningModule):
         self.after = torchmetrics.CatMetric()
         self.batches = 0
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch[0]).pow(2).mean()
 
@@ -43,7 +46,8 @@ class Evaluates(L.LightningModule):
         self.log("rows", x.sum(), sync_dist=True, on_step=True, on_epoch=True)
         self.log("counts", x.sum(), sync_dist=True, on_step=True, on_epoch=False, reduce_fx="sum")
         self.log("own", 3.0)
-        scores = self.layer(x)
+        # A call of the whole module: torch frees its parameters after it, in the other processes, too.
+        scores = self(x)
         self.accuracy(scores, y)
         self.auroc.update(scores.softmax(-1), y)
         self.after.update(x.sum())

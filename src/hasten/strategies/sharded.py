@@ -131,11 +131,19 @@ class DTensorSharding(DividedSharding):
 
     def compute_along(self, module: nn.Module) -> None:
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
-        parts = sharded_parts(module)
-        for name in self.forward_order(module):
-            # Experts take part in an exchange of tokens, too.
-            forward = getattr(vars(parts[name]).get("forward"), "without_tokens", nothing)
-            self.strategy.engine.as_forward(forward, parts[name])()
+        parts, order, as_forward = sharded_parts(module), self.forward_order(module), self.strategy.engine.as_forward
+
+        def compute(names: tuple[str, ...]) -> None:
+            for name in names:
+                # Experts take part in an exchange of tokens, too.
+                forward = getattr(vars(parts[name]).get("forward"), "without_tokens", nothing)
+                as_forward(forward, parts[name])()
+
+        if order[:1] == ("",):
+            # A step is a forward of the whole module; where it calls the module too, torch frees the parameters.
+            as_forward(lambda: compute(order[1:]), parts[""])()
+        else:
+            compute(order)
 
     @property
     def shares_batches(self) -> bool:
