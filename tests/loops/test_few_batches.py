@@ -46,8 +46,7 @@ class Evaluates(L.LightningModule):
         self.log("rows", x.sum(), sync_dist=True, on_step=True, on_epoch=True)
         self.log("counts", x.sum(), sync_dist=True, on_step=True, on_epoch=False, reduce_fx="sum")
         self.log("own", 3.0)
-        # A call of the whole module: torch frees its parameters after it, in the other processes, too.
-        scores = self(x)
+        scores = self.layer(x)
         self.accuracy(scores, y)
         self.auroc.update(scores.softmax(-1), y)
         self.after.update(x.sum())
@@ -151,6 +150,14 @@ def test_a_process_without_batches_has_the_values_of_one_process(strategy: str, 
     assert scores == [1.5, 1.5]
 
 
+class Calls(Evaluates):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("mean", self(batch[0]).mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
 class OwnBatches:
     """Batches that each process makes itself: some have none."""
 
@@ -176,6 +183,9 @@ def test_any_process_may_be_without_batches_and_all_of_them() -> None:
                 assert values["max"] == 1.5
             else:
                 assert trainer.test(Evaluates(), OwnBatches(*counts), verbose=False) == [{}]
+    # After a call of the whole module torch frees its parameters, in a process that computes along, too.
+    results = trainer.validate(Calls(), [OwnBatches(2, 1), OwnBatches(2, 1)], verbose=False)
+    assert len(results) == 2
 
     class Hidden(Evaluates):
         def __init__(self) -> None:
