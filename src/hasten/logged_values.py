@@ -96,7 +96,7 @@ class LoggedValues:
         # It also rounds a product before it is added.
         self.add_product = _add_rounded if self.single_precision else Tensor.add_
         # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run.
-        self._double: set[str] = set()
+        self._double: dict[str, bool] = {}
         self._of_64_bits = {torch.float64, *((float,) if runtime.precision.precision == "64-true" else ())}
         self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
@@ -548,7 +548,7 @@ class LoggedValues:
             self.callback_values[base] = self.callback_values[name] = value
             shown |= {base, name}
             if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
-                self._double |= {base, name}
+                self._double |= {base: True, name: True}
             if logged.prog_bar:
                 self.bar_values[name] = value
             if logged.logger:
@@ -627,7 +627,7 @@ class LoggedValues:
             if logged.logger:
                 row[name] = value
             if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
-                self._double |= {base, name}
+                self._double |= {base: True, name: True}
             if not logged.on_epoch:
                 values[base] = value
         self.bar_values |= self._shown("callback", bar, current)
@@ -797,7 +797,7 @@ class LoggedValues:
             "epoch": dict(self.epoch_values),
             "epoch_not_for_loggers": dict(self._not_for_loggers),
             "outdated": sorted(self._outdated),
-            "of_64_bits": sorted(self._double),
+            "of_64_bits": [*self._double],
         }
         return {
             "train": entries,
@@ -812,7 +812,7 @@ class LoggedValues:
         self.callback_values = dict(state["callback"])
         self.logger_values = dict(state["logged"])
         self.bar_values = dict(state["bar"])
-        self._double = set(state.get("of_64_bits", ()))
+        self._double = dict.fromkeys(state.get("of_64_bits", ()), True)
         self.row_is_due = bool(state.get("row_is_due"))
         self.epoch_values = dict(state.get("epoch", {}))
         self._not_for_loggers = dict(state.get("epoch_not_for_loggers", {}))
