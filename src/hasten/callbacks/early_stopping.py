@@ -342,10 +342,12 @@ class MetricSource:
     def start(self, trainer: Trainer) -> None:
         """Start watching when training starts; a value left from an earlier run is ignored until it changes."""
         self.validations = 0
-        # A run that resumes in the last hooks of an epoch has the values of that epoch.
-        progress = trainer.progress
-        is_known = self.stage is not None or self.name is None or (progress.mid_epoch and progress.last_batch)
-        value = None if is_known else trainer.callback_metrics.get(str(self.name))
+        value = None
+        if self.stage is None and self.name is not None:
+            progress = trainer.progress
+            # A run that resumes in the last hooks of an epoch has the values of that epoch.
+            if progress.epoch_ended or not progress.last_batch:
+                value = trainer.callback_metrics.get(self.name)
         self._at_start = None if value is None else float(value)
 
     def update_in_training(self, trainer: Trainer) -> None:

@@ -343,7 +343,7 @@ class Limits:
     def finished(self) -> bool:
         """Return whether training is over: a limit is reached, or ``should_stop`` is set and the minimum is reached."""
         progress = self.run.progress
-        if progress.mid_epoch and progress.last_batch:
+        if progress.last_batch and not progress.epoch_ended:
             return False  # A resumed run calls the last hooks of the epoch.
         if progress.global_step >= self.max_steps:
             return True
