@@ -25,6 +25,7 @@ from hasten.machine.cluster import (
     find_cluster,
     number_of_processes,
 )
+from hasten.machine.collectives import joined
 from hasten.machine.devices import (
     ACCELERATORS,
     Accelerator,
@@ -412,7 +413,8 @@ def _count_of_indices(devices: Any) -> int:
 
 def _warn_if_alone(cluster: ClusterEnvironment, devices: Any, owner: str) -> None:
     """Warn that several processes have been started, each of which is a run of one process."""
-    if isinstance(cluster, TorchElasticEnvironment) and (count := cluster.local_world_size()) > 1:
+    # After a run on all of them, a program may well evaluate on one device.
+    if isinstance(cluster, TorchElasticEnvironment) and not joined() and (count := cluster.local_world_size()) > 1:
         rank_zero_warn(
             f"{owner}(devices={devices!r}): {count} processes were started, and each of them computes the whole run "
             "alone.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -236,3 +237,9 @@ def test_torchrun_decides_the_number_of_processes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     with warned(UserWarning, says="2 processes were started, and each of them computes the whole run alone."):
         assert runtime(accelerator="cpu", devices=1).world_size == 1
+    # A run on all of them has been before: what follows may be an evaluation on one device.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runtime(accelerator="cpu", devices=1).world_size == 1
+    monkeypatch.undo()
