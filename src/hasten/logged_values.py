@@ -95,7 +95,8 @@ class LoggedValues:
         self.single_precision = decisions.averages_in_single_precision and runtime.precision.precision != "64-true"
         # It also rounds a product before it is added.
         self.add_product = _add_rounded if self.single_precision else Tensor.add_
-        # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run.
+        # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run. A dict
+        # keeps the order of the names, which are part of checkpoints.
         self._double: dict[str, bool] = {}
         self._of_64_bits = {torch.float64, *((float,) if runtime.precision.precision == "64-true" else ())}
         self.loggers: Sequence[Logger] = ()

@@ -351,7 +351,7 @@ def _no_tensor(found: re.Match[str], place: _Place) -> str:
         if place.batch is not _NO_BATCH and any(value is place.batch for value in place.inputs):
             return (
                 f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch. A step gets batch "
-                "and batch_idx; where there is no predict_step, forward gets the batch."
+                "and batch_idx. Without a predict_step, the batch is given to forward()."
             )
         if argument == "target":
             return (

@@ -433,7 +433,8 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
             raise make_error(TypeError, wrong, fix=f"Did you mean {near!r}?", argument=name)
         # What stands there is of another kind for each name, so only a slip leads to it.
         entry = difflib.get_close_matches(name, instead_of, n=1, cutoff=0.85)
-        shown = repr(value) if len(repr(value)) < _WIDE and "<" not in repr(value) else "..."
+        text = repr(value)
+        shown = text if len(text) < _WIDE and "<" not in text else "..."
         fix = _to_write(instead_of[entry[0]], owner, shown) if entry else f"The arguments are: {', '.join(known)}."
         raise make_error(TypeError, wrong, fix=fix, argument=name)
 
@@ -531,7 +532,7 @@ class LightningEnum(StrEnum):
 
     @classmethod
     def try_from_str(cls, value: str, source: str = "key") -> Self | None:
-        """Return what ``from_str`` does; None with a warning where there is no such member."""
+        """Return the member that ``from_str`` finds; if there is none, warn and return None."""
         try:
             return cls.from_str(value, source)
         except ValueError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean_value, warn_of_mode, without_unknown
-from hasten._lib.rank_zero import log, rank_zero_info, rank_zero_warn
+from hasten._lib.rank_zero import log, rank_prefixed_message, rank_zero_info, rank_zero_warn
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
@@ -242,7 +242,7 @@ class EarlyStopping(Callback):
         if not trainer.runtime.several_processes:
             log.info(message)
         elif not log_rank_zero_only or trainer.global_rank == 0:
-            log.info(f"[rank: {trainer.global_rank}] {message}")
+            log.info(rank_prefixed_message(message, trainer.global_rank))
 
     def _validate_condition_metric(self, logs: dict[str, Tensor]) -> bool:
         """Return whether the value is there; subclasses of programs for Lightning override it."""
@@ -388,7 +388,7 @@ def begins_anew(trainer: Trainer) -> bool:
 
 
 def ends_before(trainer: Trainer, epoch: int) -> bool:
-    """Return whether a fit is known to end before this epoch, counted from 0; in fast_dev_run that is no mistake."""
+    """Return whether a fit is known to end before this epoch, counted from 0. A fast_dev_run is not looked at."""
     # None before the first fit.
     epochs: Any = trainer.max_epochs
     return not trainer.fast_dev_run and isinstance(epochs, int) and 0 < epochs <= epoch

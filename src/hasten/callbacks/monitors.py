@@ -116,6 +116,7 @@ class LearningRateMonitor(Callback):
         stats = self._extract_stats(trainer, interval)
         if stats and trainer.is_global_zero:
             for logger in trainer.loggers:
+                # By position, as Lightning passes them: tests of programs compare the call.
                 logger.log_metrics(dict(stats), step=step)
             trainer.note_row(stats, step)
 

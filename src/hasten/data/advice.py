@@ -1,6 +1,7 @@
-"""Lightning's warnings about loaders, for programs that were written for it and may expect or silence them.
+"""Warnings about loaders: Lightning's, for programs that were written for it and may expect or silence them.
 
-hasten itself measures whether training waits for its data, and accepts shuffled validation data.
+hasten itself measures whether training waits for its data, accepts shuffled validation data, and warns of shuffled
+predictions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler
 
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
-from hasten.data.loader_parts import is_iterable, length_of, samplers_of
+from hasten.data.loader_parts import is_iterable, is_plain_shuffle, length_of, sampler_of, samplers_of
 from hasten.machine.host import usable_cores
 
 
@@ -40,6 +41,17 @@ def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int
             f"The {name} has shuffling enabled.",
             PossibleUserWarning,
             fix="Use shuffle=False where the order of samples is not to change.",
+        )
+
+
+def warn_of_another_order(loader: Iterable[Any]) -> None:
+    """Warn if the predictions for a loader come in another order than the samples of its dataset."""
+    if isinstance(loader, DataLoader) and is_plain_shuffle(sampler_of(loader)):
+        rank_zero_warn(
+            "The predict dataloader's sampler has shuffling enabled: the predictions come in another order than the "
+            "samples of the dataset.",
+            PossibleUserWarning,
+            fix="Write DataLoader(..., shuffle=False).",
         )
 
 

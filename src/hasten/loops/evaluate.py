@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from hasten._lib.device import is_host
-from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
 from hasten.compile.cuda_graphs import recorded_steps
-from hasten.data.loader_parts import is_plain_shuffle, sampler_of
+from hasten.data import advice
 from hasten.hooks import STEPS, nothing, overrides, redefines
 from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
@@ -384,15 +383,9 @@ def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
 
 
 def _warn_of_shuffled(run: Run) -> None:
-    # Under Lightning's names, it is said of all loaders.
+    # Under Lightning's names, ``advice.warn_about`` has looked at all loaders.
     for loader in () if run.conventions.warns_of_settings else run.data.predict.loaders:
-        if isinstance(loader, DataLoader) and is_plain_shuffle(sampler_of(loader)):
-            rank_zero_warn(
-                "The predict dataloader's sampler has shuffling enabled: the predictions come in another order than "
-                "the samples of the dataset.",
-                PossibleUserWarning,
-                fix="Write DataLoader(..., shuffle=False).",
-            )
+        advice.warn_of_another_order(loader)
 
 
 def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:

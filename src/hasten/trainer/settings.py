@@ -135,7 +135,7 @@ class TrainerSettings:
 
     def _warn_of_near_names(self) -> None:
         """Warn of attributes that are nearly those that a Trainer reads, such as ``shoud_stop``."""
-        # A subclass of a program has attributes of its own.
+        # Subclasses that programs define have attributes of their own.
         for name, value in vars(self).items() if is_builtin(type(self)) else ():
             if name in self._given and not hasattr(type(self), name) and name != "profiler":
                 instead = f"Trainer({name}=...)"

@@ -653,7 +653,7 @@ class PredictionLoop(EvaluationLoop):
 
     @_predictions.setter
     def _predictions(self, predictions: list[list[Any]]) -> None:
-        # Assigned during the run to free memory; the run goes on with lists of its own.
+        # Programs assign it during the run to free memory. The run keeps its lists, so their contents are replaced.
         for kept, by_batch in zip(self._predictions, predictions, strict=False):
             kept[:] = by_batch
 
