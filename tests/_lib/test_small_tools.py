@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from tests.programs import ROOT, run_python
-from tests.refusals import refused
+from tests.refusals import refused, warned
+from torch import nn
 
 from hasten._lib.durations import parse_duration
 from hasten._lib.optional import install_line, installed, need
@@ -83,6 +84,18 @@ def test_only_the_first_process_speaks(
     assert spoken == ([] if rank else ["careful", "only once"])
     assert calls == ([] if rank else [1])
     assert ("hello" in caplog.text) is (rank == 0)
+
+
+def test_a_warning_about_an_object_is_given_for_the_next_one_at_its_address() -> None:
+    for _ in range(3):
+        # Each one is freed before the next one is made, which then has its id.
+        layer = nn.Identity()
+        with warned(UserWarning, says="careful"):
+            warn_once("of a layer", "careful", of=layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_once("of a layer", "careful", of=layer)
+        del layer
 
 
 def test_a_name_that_is_near_is_given_once() -> None:

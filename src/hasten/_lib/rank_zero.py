@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -134,7 +135,8 @@ class PossibleUserWarning(UserWarning):
     """A warning of something that may be intended."""
 
 
-_warned: set[str] = set()
+# Which warnings were given, and of which object if they are about one.
+_warned: dict[str, weakref.ref[Any] | None] = {}
 
 
 @contextmanager
@@ -144,7 +146,7 @@ def messages_later() -> Iterator[None]:
     def silent(record: object) -> bool:
         return False
 
-    before = set(_warned)
+    before = dict(_warned)
     log.addFilter(silent)
     try:
         yield
@@ -159,8 +161,13 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, fix: str = "") -> None:
-    """Warn once per process for each ``key``; see ``rank_zero_warn`` for the other arguments."""
-    if key not in _warned:
-        _warned.add(key)
+def warn_once(
+    key: str, message: str, category: type[Warning] = UserWarning, *, fix: str = "", of: object = None
+) -> None:
+    """Warn once per process for each ``key``, and with ``of`` for each object; the others as in ``rank_zero_warn``."""
+    # An id alone would be that of another object after this one is gone.
+    name = key if of is None else f"{key} {id(of)}"
+    seen = _warned.get(name)
+    if name not in _warned or (seen is not None and seen() is not of):
+        _warned[name] = None if of is None else weakref.ref(of)
         rank_zero_warn(message, category, fix=fix)

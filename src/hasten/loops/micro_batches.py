@@ -384,10 +384,11 @@ def _warn_of_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch_private.BatchNorm) and child.training:
             warn_once(
-                f"micro_batch {id(module)}",
+                "micro_batch",
                 f"micro_batch: {name} ({type(child).__name__}) takes mean and variance of each micro-batch, not of the "
                 "whole batch, so training differs from that of the unsplit batch.",
                 fix=f"Use nn.GroupNorm or nn.LayerNorm, or set {name} to eval() when its statistics are to stay.",
+                of=module,
             )
             return
 
