@@ -114,7 +114,7 @@ def test_a_signal_ends_an_evaluation_after_the_batch_in_hand(call: str) -> None:
 
 
 def test_a_prediction_of_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
 
     class Forgets(Classifier):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:

@@ -48,7 +48,7 @@ def test_a_batch_with_an_undecided_field_is_not_widened() -> None:
 
 
 def test_whole_numbers_that_may_be_classes_are_not_padded_in_silence(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
     samples = [{"input_ids": ids, "tags": ids} for ids in IDS]
     with warned(UserWarning, says=("'tags'", "int64", "with 0", "padding={'tags'")):
         pad_collate(samples)

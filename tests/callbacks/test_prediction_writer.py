@@ -136,7 +136,7 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_samples_have_no_index_it_says_so(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
     with warned(UserWarning, says="Writer: "):
         writer, _, _ = predicted("batch_and_epoch", DataLoader(Stream(), 2, num_workers=workers))
     assert [indices for _, indices, *_ in writer.batches] == [[], []]

@@ -267,7 +267,7 @@ def test_checkpoints_may_hold_objects_under_the_alias_and_say_so(
     from hasten._lib import rank_zero
     from hasten.checkpoint import files
 
-    monkeypatch.setattr(rank_zero, "_warned", set())
+    monkeypatch.setattr(rank_zero, "_warned", {})
     path = tmp_path / "a.ckpt"
     contents = {"extra": [1, Fraction(1, 2)]}
     with warned(UserWarning, says=("checkpoint['extra'][1]", "weights_only=False")):

@@ -709,7 +709,7 @@ def test_what_is_no_optimizer_and_no_loss_is_told_what_to_do(fabric: L.Fabric) -
 
 
 def test_a_loop_whose_module_was_never_set_up_is_told_so(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
     layer = nn.Linear(8, 2)
     with warned(UserWarning, says="setup(model"):
         fabric.backward(layer(torch.ones(4, 8)).mean())

@@ -127,7 +127,7 @@ def test_resuming_with_another_kind_of_optimizer(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("skipped", [{1}, {1, 3}])
 def test_skipped_batches_are_told_once(skipped: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
     model = with_step(lambda self, batch, index: None if index in skipped else self.loss(batch))
     with warned(UserWarning, fix="training_step") as caught:
         quiet(limit_val_batches=0).fit(model, loader())

@@ -260,7 +260,7 @@ class Regressor(Classifier):
     ],
 )
 def test_a_loss_of_two_shapes_is_mended(loss: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
     with warnings.catch_warnings(record=True) as caught:
         # As Python has it outside the tests: once for each line.
         warnings.simplefilter("default")

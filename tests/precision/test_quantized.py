@@ -120,7 +120,7 @@ def test_a_cpu_has_no_8_bit_floats(front: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_a_cpu_that_is_slow_at_bfloat16_is_reported_once(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", {})
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with warned(UserWarning, says=(precision, "CPU", "bfloat16", "'32-true'")):
         L.Trainer(accelerator="cpu", precision=precision)

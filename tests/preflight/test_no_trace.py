@@ -171,7 +171,7 @@ def test_a_check_writes_nothing_and_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], recwarn: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    once, hooks = set(rank_zero._warned), (sys.excepthook, len(rank_zero.log.filters))
+    once, hooks = dict(rank_zero._warned), (sys.excepthook, len(rank_zero.log.filters))
     checkpoint = L.callbacks.ModelCheckpoint(monitor="val_loss/dataloader_idx_0")
     trainer = L.Trainer(max_epochs=3, accelerator="cpu", callbacks=[checkpoint, L.callbacks.LearningRateMonitor()])
     model = Thorough()
