@@ -74,8 +74,15 @@ def test_training_in_inference_mode_is_explained() -> None:
     assert "torch.inference_mode(): call it outside" in notes(caught.value)
 
 
-def test_a_worker_that_ends_may_have_read_ahead() -> None:
-    assert "num_workers=0" in remedy_for("DataLoader worker (pid(s) 26230) exited unexpectedly")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("DataLoader worker (pid(s) 26230) exited unexpectedly", "num_workers=0"),
+        ("CppCompileError: C++ compile error\n/usr/bin/ld: cannot find -ltorch: No such file or directory", "a space"),
+    ],
+)
+def test_what_a_machine_does_is_explained_by_its_text(text: str, said: str) -> None:
+    assert said in remedy_for(text)
 
 
 class OneCycle(Classifier):

@@ -729,6 +729,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"running_mean should contain (\d+) elements not (\d+)", _ANY, _features_of_norm),
     (r"Given normalized_shape=\[(\d+)\], expected input with shape .* of size\[(?:\d+, )*(\d+)\]", _ANY,
      lambda m, _: f"The layer takes {m[1]} features and gets {m[2]}: nn.LayerNorm({m[2]})."),
+    (r"(?:cannot find|library not found for) -ltorch\b", _ANY,
+     "torch.compile cannot use libraries in a path with a space: make the virtual environment elsewhere."),
     (r"must be equal to input_size. Expected (\d+), got (\d+)", _ANY, _last_dimension),
     (r"was expecting embedding dimension of (\d+), but got (\d+)", _ANY, _last_dimension),
     (r"Expected more than 1 value per channel", _ANY, "DataLoader(..., drop_last=True), or a larger batch_size"),
