@@ -405,10 +405,6 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
         owner: "Trainer" or "Fabric", for messages.
         given: arguments by name; the defaults of those missing are off.
 
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, or two contradict each other.
-
     """
     given, shared = dict(given), None
     if isinstance(part := given.get("micro_batch"), MicroBatch):
@@ -475,10 +471,6 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     Args:
         given: every argument of ``Trainer.__init__`` by name, as the user wrote it or its default.
 
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, or two contradict each other.
-
     """
     given = dict(given)
     if _boolean("Trainer", "barebones", given["barebones"]):
@@ -514,24 +506,12 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
 
 
 def check_one(name: str, value: object) -> Any:
-    """Return the checked value of one argument that is checked by itself.
-
-    Raises:
-        TypeError: it has a wrong type.
-        ValueError: it is out of range.
-
-    """
+    """Return the checked value of one argument that is checked by itself."""
     return _checked(SpeedArguments if name in SPEED_NAMES else Arguments, "Trainer", {name: value})[name]
 
 
 def changed(arguments: Arguments, name: str, value: object) -> Arguments:
-    """Return ``arguments`` with a new value for one of them, checked as in ``check_arguments``.
-
-    Raises:
-        TypeError: the value has a wrong type.
-        ValueError: the value is out of range.
-
-    """
+    """Return ``arguments`` with a new value for one of them, checked as in ``check_arguments``."""
     if value is None and name in ("max_epochs", "max_steps"):
         value = -1
     if name == "val_check_interval":

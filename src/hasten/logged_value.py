@@ -55,14 +55,7 @@ class LogOptions(NamedTuple):
 
 
 class LoggedValue:
-    """One value logged under one name in one hook: its latest value and what the epoch has accumulated.
-
-    Args:
-        name: as given to ``self.log``.
-        owner: the values of the run.
-        row: the hook.
-
-    """
+    """One value logged under one name in one hook: its latest value and what the epoch has accumulated."""
 
     def __init__(self, name: str, owner: LoggedValues, row: Hook) -> None:
         self.name, self.owner, self.row = name, owner, row

@@ -65,12 +65,7 @@ class _Pending(NamedTuple):
 
 
 class LoggedValues:
-    """All values logged in a run, by stage and hook.
-
-    Args:
-        runtime: reduces values over the processes.
-
-    """
+    """All values logged in a run, by stage and hook."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -416,14 +411,7 @@ class LoggedValues:
             self.deliver()
 
     def complete_evaluation(self, stage: str, module: nn.Module, batches: list[int]) -> None:
-        """Agree with the other processes on what was logged, also where this one had no batches; all call it.
-
-        Args:
-            stage: "validate" or "test".
-            module: has the metrics.
-            batches: how many batches this process had, by loader.
-
-        """
+        """Agree with the other processes on what was logged, also where this one had no batches; all call it."""
         epoch_values = self._of_epoch(stage)
         absent, rows = self.shared.of_evaluation(epoch_values, self._rows, module, batches)
         self._rows = []
@@ -827,13 +815,7 @@ class LoggedValues:
 
 
 def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None:
-    """Restore the states that metrics gathered in dataloaders that have ended.
-
-    Args:
-        values: of all dataloaders.
-        unshared: only for metrics that have gathered in one dataloader alone.
-
-    """
+    """Restore the states that metrics gathered in dataloaders that have ended; ``unshared``: in one loader alone."""
     by_metric: dict[int, list[LoggedValue]] = {}
     for logged in values:
         if logged.gathered is not None:
@@ -848,13 +830,7 @@ def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None
 
 
 class ShownValues(dict[str, Any]):
-    """Values by name as programs read them; what a program sets or removes here is so for callbacks and later reads.
-
-    Args:
-        values: what to show.
-        kept: where they come from.
-
-    """
+    """Values by name as programs read them; what a program sets or removes here is so for callbacks and later reads."""
 
     def __init__(self, values: Mapping[str, Any], kept: dict[str, Any]) -> None:
         super().__init__(values)

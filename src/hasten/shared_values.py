@@ -88,12 +88,7 @@ class Absent(NamedTuple):
 
 
 class SharedValues:
-    """The values that processes reduce together.
-
-    Args:
-        runtime: reduces them.
-
-    """
+    """The values that processes reduce together."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -265,13 +260,7 @@ class SharedValues:
         return absent, self._of_rows(rows, steps, int(length))
 
     def without_batches(self, metric: Any, name: str) -> Any:
-        """Return a copy of a metric in the state without batches, ready to exchange its states with other processes.
-
-        Args:
-            metric: the metric.
-            name: its name in the module.
-
-        """
+        """Return a copy of a metric in the state without batches, ready to exchange its states with other processes."""
         empty = metric.clone()
         empty.reset()
         _make_ready(((f"{name}.{inner}".rstrip("."), part) for inner, part in _metrics(empty)), self._states)
@@ -335,14 +324,7 @@ class SharedValues:
     def _reduced_lines(
         self, steps: list[_StepName], given: list[list[Any]], there: list[list[float]]
     ) -> list[dict[int, float]]:
-        """Return the values of each name by step, reduced over the processes that have one.
-
-        Args:
-            steps: the names.
-            given: the values of this process by name and step; a neutral value where it has none.
-            there: 1 where this process has a value.
-
-        """
+        """Return the values of each name by step, reduced over the processes that have one (``there`` is 1)."""
         summed = [i for i, name in enumerate(steps) if name.op in ("mean", "sum")]
         presence = torch.tensor(there, dtype=torch.float64, device=self._runtime.device)
         lines = [*(self._stacked(given[i]) for i in summed), *presence]
@@ -383,12 +365,7 @@ def _step_name(row: LoggedStep, logged: LoggedValue) -> _StepName:
 
 
 def _check_same(by_rank: Sequence[Collection[str]]) -> None:
-    """Raise unless all processes have the same names.
-
-    Raises:
-        RuntimeError: a name is missing on some.
-
-    """
+    """Raise unless all processes have the same names."""
     for name in sorted(set().union(*by_rank)):
         present = [rank for rank, found in enumerate(by_rank) if name in found]
         absent = [rank for rank, found in enumerate(by_rank) if name not in found]

@@ -124,12 +124,7 @@ def line_that_keeps_optimizer(config: Mapping[str, Any]) -> str:
 
 
 class EngineSettings:
-    """The configuration of a run: the user's, completed with values of a Trainer or Fabric.
-
-    Args:
-        config: the user's; it is not changed.
-
-    """
+    """The configuration of a run: the user's, completed with values of a Trainer or Fabric."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._said = dict(config)
@@ -190,10 +185,6 @@ class EngineSettings:
 
     def take_batch_size(self, size: int | None, world_size: int) -> int:
         """Return the samples of a batch on a process, which the engine's throughput is computed from.
-
-        Args:
-            size: of the loader; None where it is not known.
-            world_size: the number of processes.
 
         Raises:
             ValueError: the configuration has another one.

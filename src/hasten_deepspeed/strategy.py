@@ -592,11 +592,6 @@ class ZeroEngine(StepEngine):
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
         """Make the engine of a module and its optimizer; return its optimizers and schedulers.
 
-        Args:
-            module: the user's module.
-            optimizers: none, if the configuration has one, or one.
-            schedulers: ``LRSchedulerConfig`` objects; the configuration may have a scheduler instead.
-
         Raises:
             MisconfigurationException: there are several optimizers, or an optimizer or scheduler is given twice.
 

@@ -100,12 +100,7 @@ def of(owner: str) -> dict[str, Any]:
 
 
 def of_fabric(given: Mapping[str, object]) -> dict[str, str]:
-    """Return Lightning's arguments of Fabric that the environment sets: ``LT_DEVICES=2`` for ``devices="2"``.
-
-    Args:
-        given: the arguments of the program, which the variables replace.
-
-    """
+    """Return Lightning's arguments of Fabric that the environment sets: ``LT_DEVICES=2`` for ``devices="2"``."""
     names = ("accelerator", "strategy", "devices", "num_nodes", "precision")
     found = {name: os.environ[f"LT_{name.upper()}"] for name in names if f"LT_{name.upper()}" in os.environ}
     for name, text in found.items():

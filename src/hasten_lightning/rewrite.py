@@ -112,9 +112,6 @@ class Rewritten:
 def python(data: bytes) -> Rewritten:
     """Rewrite a Python file; everything else in it stays unchanged.
 
-    Args:
-        data: the file.
-
     Raises:
         ValueError: it cannot be parsed as Python.
 

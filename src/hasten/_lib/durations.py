@@ -44,10 +44,6 @@ class Period:
 def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) -> Period:
     """Read "2ep", "500st", or a time as ``parse_duration`` does.
 
-    Args:
-        value: the value of the argument.
-        argument: the argument as the message shows it; its name comes last.
-
     Raises:
         ValueError: it cannot be parsed, or is zero.
 

@@ -107,15 +107,7 @@ def notes_of(error: BaseException) -> list[Parts]:
 
 
 class ErrorWithFix(Exception):
-    """An exception whose message has parts; ``str`` of it is the whole message.
-
-    Args:
-        what: what is wrong, with the value that was given.
-        others: further arguments of the exception.
-        fix: what to write instead.
-        argument: the name of the argument that is wrong; "" where it is none.
-
-    """
+    """An exception whose message has parts; ``str`` of it is the whole message."""
 
     def __init__(self, what: object = "", *others: object, fix: str = "", argument: str = "") -> None:
         super().__init__(message_of(what, fix), *others)

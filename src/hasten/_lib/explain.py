@@ -62,11 +62,6 @@ def explain(error: BaseException, batch: object = _NO_BATCH) -> None:
     """Add notes to an error: the layer that raised it, and the usual fix. A second call adds nothing.
 
     Only the traceback is read. Errors of hasten already say what to do.
-
-    Args:
-        error: the exception.
-        batch: of the step that raised it.
-
     """
     if not isinstance(error, Exception) or is_builtin(type(error)):
         return
@@ -518,14 +513,7 @@ _LOGS = re.compile(r"^\s*(#|self\.log|print)")
 
 
 def explain_graph(error: BaseException, module: nn.Module, step: Callable[..., Any]) -> None:
-    """Add where the graph of a loss ends, or whose output was changed in place, to an error of its backward.
-
-    Args:
-        error: the exception.
-        module: whose step computed the loss.
-        step: that method.
-
-    """
+    """Add where the graph of a loss ends, or whose output was changed in place, to an error of its backward."""
     text, note = str(error), ""
     # An explanation that fails must not hide the error.
     with suppress(Exception):

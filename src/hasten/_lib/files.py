@@ -24,9 +24,6 @@ SET_ASIDE = ".hasten-old"
 def require_folder(owner: str, argument: str, path: str) -> None:
     """Check that a local path is a folder, or can become one.
 
-    Raises:
-        NotADirectoryError: a file has this name, or the name of a folder above.
-
     Example::
 
         >>> require_folder("Trainer", "default_root_dir", __file__ + "/logs")

@@ -419,9 +419,6 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         function: the method that was called.
         owner: its name with its class, without ``.__init__``: "Trainer" or "Trainer.fit".
 
-    Raises:
-        TypeError: ``unknown`` is not empty.
-
     """
     called = owner if "." in owner else f"{owner}.__init__"
     instead_of = _INSTEAD.get(owner, {})

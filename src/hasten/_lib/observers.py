@@ -79,13 +79,7 @@ T = TypeVar("T")
 
 
 class WatchedList(list[T]):
-    """A list that calls a function when it changes; copies are plain lists.
-
-    Args:
-        items: the initial items.
-        changed: called after each change.
-
-    """
+    """A list that calls a function when it changes; copies are plain lists."""
 
     def __init__(self, items: Iterable[T], changed: Callable[[], None]) -> None:
         super().__init__(items)

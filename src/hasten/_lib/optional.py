@@ -103,10 +103,6 @@ def installed(name: str) -> bool:
 def need(name: str, *, purpose: str) -> ModuleType:
     """Import and return a module.
 
-    Args:
-        name: the module, for instance ``"matplotlib.pyplot"``.
-        purpose: the feature that needs it, for the message.
-
     Raises:
         ModuleNotFoundError: it is not installed; the message has the line that installs it.
 

@@ -445,12 +445,7 @@ def run_policy(policy: Any, module: nn.Module) -> list[nn.Module]:
 
 
 class ShardedPart:
-    """The state of a module to which ``fully_shard`` was applied.
-
-    Args:
-        module: the module, an ``FSDPModule``.
-
-    """
+    """The state of a module to which ``fully_shard`` was applied."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -696,13 +691,7 @@ def cpp_compiler() -> str:
 
 
 def run_schedule(schedule: Any, parts: int) -> None:
-    """Run a schedule of ``torch.distributed.pipelining`` on micro-batches that its stages have.
-
-    Args:
-        schedule: the schedule, whose stages know what they exchange.
-        parts: the number of micro-batches.
-
-    """
+    """Run a schedule of ``torch.distributed.pipelining`` on micro-batches that its stages have."""
     for kind in ("stage", "stages"):
         setattr(schedule, f"_{kind}_forward_initialized", True)
         setattr(schedule, f"_{kind}_backward_initialized", True)

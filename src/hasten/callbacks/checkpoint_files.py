@@ -43,12 +43,7 @@ _UNSAFE = re.compile(r"[/\\\x00-\x1f]")
 
 
 def check_template(owner: str, template: str) -> None:
-    """Check before the run that a template stays inside its folder and its fields can be filled.
-
-    Raises:
-        MisconfigurationException: it names another folder, or a field cannot be filled with a number.
-
-    """
+    """Check before the run that a template stays inside its folder and its fields can be filled."""
     problem, fix = "", ""
     if os.path.isabs(template) or ".." in re.split(r"[/\\]", template) or "\0" in template:
         problem, fix = " leaves the folder of the checkpoints.", "Give the folder as dirpath=."

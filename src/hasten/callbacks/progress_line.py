@@ -61,14 +61,7 @@ class Shown:
 
 
 def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> Shown:
-    """Return what is known about the fit of a Trainer; nothing waits for the device.
-
-    Args:
-        trainer: the Trainer.
-        values: what is shown beside it.
-        ended: whether the fit is over.
-
-    """
+    """Return what is known about the fit of a Trainer; nothing waits for the device."""
     run = trainer.current_run
     pace = run.observers.pace
     if not pace.measures:

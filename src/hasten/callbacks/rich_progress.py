@@ -471,14 +471,7 @@ def speed_text(task: Task) -> str:
 
 
 def metrics_text(task: Task, delimiter: str, number_format: str) -> str:
-    """Return the values of a bar.
-
-    Args:
-        task: rich's task of the bar.
-        delimiter: between two values.
-        number_format: how a number is written, as for ``format``.
-
-    """
+    """Return the values of a bar."""
     texts, about = [], task.fields.get("shown")
     values = dict(task.fields.get("metrics", {}))
     if about is not None and about.loss is not None:

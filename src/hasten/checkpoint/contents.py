@@ -179,11 +179,6 @@ class WeightsOnly(ErrorWithFix, ValueError, KeyError):
 def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """Raise if an entry of a checkpoint is missing or has a wrong type.
 
-    Args:
-        checkpoint: the content of a file of hasten or Lightning.
-        source: the file, for messages.
-        training: whether training continues from it; otherwise only weights and callbacks are checked.
-
     Raises:
         ValueError: an entry is missing or wrong; the message names the file and the entry.
 

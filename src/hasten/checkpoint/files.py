@@ -180,10 +180,6 @@ def folder_target(path: str | os.PathLike[str], storage_options: StorageOptions)
 def upload(path: str, url: str) -> None:
     """Copy a checkpoint, a file or a folder, to a URL; at any moment the copy is the old one or the new one, whole.
 
-    Args:
-        path: the checkpoint, which is complete.
-        url: a URL that fsspec understands; a checkpoint that is there is replaced.
-
     Raises:
         CheckpointDamaged: a file of the folder has changed since it was written.
         OSError: it could not be read or written; a file system may raise its own errors.
@@ -358,9 +354,6 @@ def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> 
 def may_resume(path: str | os.PathLike[str]) -> bool:
     """Return whether a run may continue from a checkpoint: False if it has weights alone. No tensors are read.
 
-    Args:
-        path: a path or a URL that fsspec understands.
-
     Example::
 
         >>> import tempfile
@@ -386,9 +379,6 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
 
     A checkpoint that such a writer was replacing gets its name back.
 
-    Args:
-        folder: the folder of checkpoints; it may not exist.
-
     Example::
 
         >>> clean("no/such/folder")
@@ -402,10 +392,6 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
 
 def remove(path: str | os.PathLike[str], *, storage_options: StorageOptions = None) -> None:
     """Remove a checkpoint (a file, link or folder) if it exists.
-
-    Args:
-        path: a path or a URL that fsspec understands.
-        storage_options: passed to fsspec.
 
     Example::
 
@@ -425,9 +411,6 @@ def remove(path: str | os.PathLike[str], *, storage_options: StorageOptions = No
 
 def present(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a checkpoint, after restoring the name of one that a killed writer was replacing.
-
-    Args:
-        path: a path or a URL that fsspec understands.
 
     Example::
 

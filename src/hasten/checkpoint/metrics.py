@@ -168,12 +168,7 @@ class ModuleMetrics:
 
 
 class Gathered:
-    """The state of a metric up to now; the metric may be reset afterwards.
-
-    Args:
-        metric: a ``torchmetrics.Metric``.
-
-    """
+    """The state of a metric up to now; the metric may be reset afterwards."""
 
     def __init__(self, metric: nn.Module) -> None:
         self._metrics = ModuleMetrics(metric, set)

@@ -67,9 +67,6 @@ class NotRead:
 def not_read(value: object) -> list[str]:
     """Return the names of the classes and functions in ``value`` that were not read, each once.
 
-    Args:
-        value: anything that was read from a file.
-
     Example::
 
         >>> not_read({"lr": 0.1, "layers": [8, 8]})

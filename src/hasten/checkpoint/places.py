@@ -87,14 +87,7 @@ class LocalPlace(Place):
 
 
 class RemotePlace(Place):
-    """A folder behind a URL.
-
-    Args:
-        url: for messages.
-        system: the fsspec file system.
-        path: the folder in it.
-
-    """
+    """A folder behind a URL."""
 
     def __init__(self, url: str, system: AbstractFileSystem, path: str) -> None:
         self.url, self.system, self.path = url.rstrip("/"), system, path.rstrip("/")

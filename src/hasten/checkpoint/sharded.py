@@ -94,13 +94,7 @@ class _Target(ABC):
 
 
 class LocalTarget(_Target):
-    """A folder that is renamed when it is complete.
-
-    Args:
-        path: the folder.
-        files: how files are written.
-
-    """
+    """A folder that is renamed when it is complete."""
 
     def __init__(self, path: Path, files: FileFunctions) -> None:
         self._path, self._files = path, files
@@ -133,15 +127,7 @@ class LocalTarget(_Target):
 
 
 class RemoteTarget(_Target):
-    """A folder behind a URL: each save writes to a new subfolder, and the contents, written last, name that subfolder.
-
-    Args:
-        url: the folder.
-        system: the fsspec file system.
-        path: the folder in it.
-        files: how files are written.
-
-    """
+    """A folder behind a URL: each save writes to a new subfolder, which the contents, written last, name."""
 
     def __init__(self, url: str, system: AbstractFileSystem, path: str, files: FileFunctions) -> None:
         self._place, self._system, self._files = RemotePlace(url, system, path), system, files
@@ -219,12 +205,7 @@ def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> Non
 
 
 def copy(source: Place, stored: dict[str, Any], target: _Target) -> None:
-    """Write a folder once more, in this process alone.
-
-    Args:
-        source: the folder.
-        stored: what its contents file holds.
-        target: the new one. A checkpoint there is replaced.
+    """Write a folder once more, in this process alone; a checkpoint at the target is replaced.
 
     Raises:
         CheckpointDamaged: a file has changed since it was written.
@@ -345,15 +326,7 @@ def _complete(one: _Save) -> None:
 
 
 class _Save:
-    """One save: ``begin``, ``write`` and in any case ``end``. All processes call each; an error of one ends all.
-
-    Args:
-        contents: the checkpoint.
-        target: the folder.
-        files: how files are written.
-        group: the processes; None for all.
-
-    """
+    """One save: ``begin``, ``write`` and in any case ``end``. All processes call each; an error of one ends all."""
 
     def __init__(self, contents: dict[str, Any], target: _Target, files: FileFunctions, group: Any) -> None:
         self._contents, self._target, self._files, self._group = contents, target, files, group
@@ -453,11 +426,6 @@ def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], 
 
     These are all DTensors and flat parts and, in the first process, the tensors of weights and optimizers. Other
     tensors stay in the contents: the code that restores them does not read them from a folder.
-
-    Args:
-        contents: the checkpoint.
-        is_first: whether this is the first process.
-
     """
     tensors: dict[str, Tensor] = {}
     seen: Counter[str] = Counter()

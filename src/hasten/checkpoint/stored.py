@@ -191,13 +191,7 @@ def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:
 
 
 class StoredTensor:
-    """A tensor in a checkpoint folder, which is read when it is needed.
-
-    Args:
-        folder: the folder.
-        key: the tensor's name in it.
-
-    """
+    """A tensor in a checkpoint folder, which is read when it is needed."""
 
     def __init__(self, folder: Folder, key: str) -> None:
         self.folder, self.key = folder, key

@@ -48,12 +48,7 @@ Sums = dict[str, tuple[int, int]]
 
 
 class Writer(FileSystemWriter):
-    """Writes the tensors of this process into a folder that the first process has made.
-
-    Args:
-        place: that folder.
-
-    """
+    """Writes the tensors of this process into a folder that the first process has made."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(str(place), sync_files=place.needs_sync, overwrite=False)
@@ -243,15 +238,7 @@ class _CheckedFiles(FileSystem):
 
 
 def read(targets: Mapping[str, Tensor], place: Place, layout: Layout, check: Callable[[str], None]) -> None:
-    """Fill tensors in place, DTensors by the shard of this process; processes need not call it together.
-
-    Args:
-        targets: by the key in ``layout``.
-        place: the folder.
-        layout: the places of the tensors in the folder.
-        check: called with the name of each file that is about to be read.
-
-    """
+    """Fill tensors in place, DTensors by the shard of this process; processes need not call it together."""
     fill(targets, _TensorReader(place, _metadata({key: layout[key] for key in targets}), check))
 
 
@@ -338,10 +325,6 @@ class _IndexReader(pickle.Unpickler):
 
 def read_foreign(place: Place, contents: Any) -> tuple[Layout, dict[str, Any]]:
     """Return layout and contents of a folder that Lightning's sharded strategies wrote.
-
-    Args:
-        place: the folder.
-        contents: the contents of the checkpoint other than the tensors.
 
     Raises:
         ValueError: another program wrote it.

@@ -119,14 +119,6 @@ def with_checkpoint(
     """Return the config with the module's hyper-parameters from ``--ckpt_path``, if that is a path.
 
     They override config files and defaults, which may not fit the weights.
-
-    Args:
-        parser: the parser.
-        config: what it read.
-        given: the keys that the command line gives, which override the checkpoint.
-        kind: the class of the module.
-        subclass_mode: it is chosen on the command line.
-
     """
     subcommand = config["subcommand"]
     path, chosen = config[subcommand].get("ckpt_path"), config[subcommand].get("model")
@@ -167,15 +159,7 @@ def with_checkpoint(
 
 
 def _settable(own: Any, hparams: dict[str, Any], holder: str | None, given: set[str]) -> dict[str, Any]:
-    """Return the hyper-parameters that neither the command line nor another argument sets.
-
-    Args:
-        own: the parser of the subcommand.
-        hparams: those in the checkpoint.
-        holder: the argument of the module that holds all of them, if one does.
-        given: the keys that the command line gives.
-
-    """
+    """Return the hyper-parameters that neither the command line nor another argument sets."""
     if holder and holder != "kwargs" and f"--model.{holder}" in own._option_string_actions:
         hparams = {holder: hparams}
     links = own._links_group._group_actions if hasattr(own, "_links_group") else ()

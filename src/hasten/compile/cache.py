@@ -40,15 +40,7 @@ def keep_torchs_cache() -> None:
 
 
 class ColdSeconds:
-    """The seconds that compiling one model took without a cache, by the number of graphs; empty if not known.
-
-    Args:
-        module: the model.
-        settings: how it is compiled.
-        device: where it computes.
-        variant: whatever else decides what is computed, such as the precision.
-
-    """
+    """The seconds that compiling one model took without a cache, by the number of graphs; empty if not known."""
 
     def __init__(self, module: nn.Module, settings: CompileSettings, device: torch.device, variant: str = "") -> None:
         on_gpu = is_cuda(device)

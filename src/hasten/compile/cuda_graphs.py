@@ -29,12 +29,7 @@ _COPIED = "_hasten_copied"
 
 
 class CudaGraphSteps:
-    """Marks the steps of a run whose graphs are recorded.
-
-    Args:
-        parameters: of the model.
-
-    """
+    """Marks the steps of a run whose graphs are recorded."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         # Walking through a model takes longer than a replay.

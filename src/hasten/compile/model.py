@@ -91,12 +91,7 @@ class CompiledModel:
                 self._save()
 
     def enable_until_exit(self, *, writes: bool = True) -> None:
-        """Call the model compiled until the program ends.
-
-        Args:
-            writes: whether this process saves how long compiling took.
-
-        """
+        """Call the model compiled until the program ends."""
         if self._until_exit is None:
             self._until_exit = self.enabled(writes=writes)
             self._until_exit.__enter__()
@@ -126,15 +121,7 @@ class CompiledModel:
     def whole_step(
         self, function: Callable[..., Any], module: nn.Module, kind: type[Optimizer], clipping: Clipping
     ) -> WholeStep:
-        """Return ``training_step``, backward, clipping and the optimizer's step as one.
-
-        Args:
-            function: ``training_step``.
-            module: the module it belongs to.
-            kind: of its optimizer.
-            clipping: of its gradients.
-
-        """
+        """Return ``training_step``, backward, clipping and the optimizer's step as one."""
         key = getattr(module.training_step, "__func__", module.training_step), kind, clipping
         known = self._whole_step
         if known is None or known[0] != key:
@@ -199,12 +186,6 @@ def compiled_model(
 
 def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strategy: Strategy) -> CompileSettings:
     """Return the settings for a module under a strategy: where parameters are sharded, repeated blocks are compiled.
-
-    Args:
-        owner: "Trainer" or "Fabric", for messages.
-        settings: those asked for.
-        module: the module.
-        strategy: its strategy.
 
     Raises:
         ValueError: the module has no repeated blocks.

@@ -100,15 +100,7 @@ class Graph:
 
 
 class Compiled(ABC):
-    """A function compiled to one graph for each phase and set of hooks.
-
-    Args:
-        name: of the function, for reports.
-        settings: how it is compiled.
-        counters: counts what happens.
-        dims: how many leading dimensions of its inputs may change from call to call.
-
-    """
+    """A function compiled to one graph for each phase and set of hooks; ``dims`` as for ``CompiledModel``."""
 
     def __init__(self, name: str, settings: CompileSettings, counters: CompileCounters, dims: int) -> None:
         self.name = name
@@ -133,16 +125,7 @@ class Compiled(ABC):
         call: Callable[[Callable[..., Any]], Any],
         python: Callable[[], Any],
     ) -> tuple[Any, Graph | None]:
-        """Return the output of a call, and its graph; None if Python computed it.
-
-        Args:
-            phase: what is fixed in a graph, such as training or evaluation.
-            hooks: those that are installed.
-            data: the inputs, whose sizes are marked.
-            call: calls the compiled function with its arguments.
-            python: computes the same in Python.
-
-        """
+        """Return the output of a call, and its graph; None if ``python`` computed it."""
         counters = self._counters
         graph = self._graph(phase, hooks, data)
         if graph is None:
@@ -276,13 +259,6 @@ class CompiledParts:
 
     Classes, names of parameters, hooks and ``state_dict`` do not change; a copy of the model is not compiled.
 
-    Args:
-        module: the model.
-        settings: how it is compiled.
-        counters: counts what happens.
-        dims: how many leading dimensions of the inputs may change from call to call.
-        packed: the blocks compute rows of real tokens, whose attention depends on the data.
-
     Raises:
         ValueError: no part of the blocks of a packed model can be compiled.
 
@@ -390,9 +366,6 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 def alike_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield (name, blocks) for each group of children of a list that share their structure; the outermost only.
-
-    Args:
-        module: the model.
 
     Example::
 

@@ -142,12 +142,7 @@ class CompileCounters:
         return int(self._totals[name])
 
     def report(self, cold_seconds: Mapping[int, float]) -> CompileReport:
-        """Return the totals.
-
-        Args:
-            cold_seconds: the seconds that the run without a cache spent compiling, by the number of graphs.
-
-        """
+        """Return the totals."""
         self._update()
         seconds, graphs = self._totals["seconds"], int(self._totals["graphs"])
         self.seconds_by_graphs[graphs] = seconds
@@ -221,13 +216,7 @@ _KNOWN = {
 
 
 def brief(reason: str, width: int = 300) -> str:
-    """Return the first two lines of a compiler message and the place in the user's program, in one line.
-
-    Args:
-        reason: the message.
-        width: how many characters of it, without the place.
-
-    """
+    """Return the first two lines of a compiler message and the place in the user's program, in one line."""
     message, _, place = str(reason).partition("from user code:")
     lines = [line.strip().removeprefix("Explanation: ") for line in message.splitlines() if line.strip()]
     text = next((known for found, known in _KNOWN.items() if found in message), " ".join(lines[:2]))
@@ -260,9 +249,6 @@ _REMEDIES = (
 
 def remedy_of(recompile: str) -> str:
     """Return what to write so that a graph is not made again.
-
-    Args:
-        recompile: a cause from ``CompileReport.recompiles``.
 
     Example::
 

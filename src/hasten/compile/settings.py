@@ -72,9 +72,6 @@ class CompileSettings:
     def dynamic_dims(self, dims: int) -> range:
         """Return the dimensions of a batch to mark as changing from batch to batch.
 
-        Args:
-            dims: how many leading dimensions change in this run.
-
         Example::
 
             >>> CompileSettings().dynamic_dims(2)
@@ -209,11 +206,6 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
 def check_possible(owner: str, settings: CompileSettings, device: torch.device) -> None:
     """Check that the settings work on this machine.
 
-    Args:
-        owner: "Trainer" or "Fabric", for messages.
-        settings: to check.
-        device: the device of this process.
-
     Raises:
         ValueError: this Python, machine or device cannot; the message names the nearest setting that can.
 
@@ -269,12 +261,7 @@ _BY_USER = "_hasten_compiled_by_user"
 
 
 def inner_model(model: _Model) -> _Model:
-    """Return the model inside of ``torch.compile(model)`` and remember its options; other objects unchanged.
-
-    Args:
-        model: what the user passed.
-
-    """
+    """Return the model inside of ``torch.compile(model)`` and remember its options; other objects unchanged."""
     if not isinstance(model, nn.Module):
         return model
     inner = torch_private.inside_compiled(model)

@@ -28,15 +28,6 @@ class Step(Compiled):
     """A step of a module compiled as one graph, or left in Python, with compiled parts, where that is impossible.
 
     ``self.log`` stays out of the graph: the values leave with the outputs and are logged when the step has returned.
-
-    Args:
-        name: of the step.
-        function: the step: ``(batch, batch_idx)``, perhaps more.
-        module: the module it belongs to.
-        settings: how it is compiled.
-        counters: gets what happens.
-        dims: how many leading dimensions of a batch may change from batch to batch.
-
     """
 
     # What else is in the graph, for reports.

@@ -69,9 +69,6 @@ class Clipping:
 def why_not_in_graph(optimizer: Optimizer) -> Parts | None:
     """Return why the step of an optimizer cannot be a part of a graph, and what to write; None if it can.
 
-    Args:
-        optimizer: that of the run.
-
     Example::
 
         >>> why_not_in_graph(torch.optim.Rprop([nn.Parameter(torch.zeros(2))])).what
@@ -265,16 +262,6 @@ class WholeStep(Step):
 
     Steps that the graph cannot compute are computed in parts: until the optimizer has its state, a last batch of one
     sample, and all of them where the compiler fails.
-
-    Args:
-        function: ``training_step``.
-        module: the module it belongs to.
-        kind: of the optimizer.
-        clipping: what happens to gradients before the optimizer steps.
-        settings: how it is compiled.
-        counters: gets what happens.
-        dims: how many leading dimensions of a batch may change from batch to batch.
-
     """
 
     _and_more = ", backward and step"

@@ -82,13 +82,7 @@ class ReaderComparison(NamedTuple):
 
 
 def compare_readers(samples: Mapping[tuple[int, int], Sequence[str]], shares: Sequence[int]) -> ReaderComparison:
-    """Compare the digests of all readers, by rank and worker.
-
-    Args:
-        samples: the digests of each reader's first samples.
-        shares: by rank, which share of the data the process is to have; those with the same one read the same samples.
-
-    """
+    """Compare the digests of all readers, by rank and worker; ranks with the same share read the same samples."""
     of_processes, of_workers = [], []
     for worker in sorted({worker for _, worker in samples}):
         by_share: dict[int, list[Sequence[str]]] = {}

@@ -19,12 +19,7 @@ class Refused(NamedTuple):
     write: str
 
     def parts(self, devices: int = 8) -> tuple[str, str]:
-        """Return the reason, and the sentence that says what to write; "" where the reason says it.
-
-        Args:
-            devices: how many there are on a machine.
-
-        """
+        """Return the reason, and the sentence that says what to write; "" where the reason says it."""
         if not self.write:
             return self.reason, ""
         write = self.write

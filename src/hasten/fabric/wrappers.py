@@ -439,12 +439,6 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], 
 def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, engine: StepEngine) -> None:
     """Raise if an optimizer trains a module that was not set up.
 
-    Args:
-        optimizer: the user's optimizer.
-        modules: the modules that were set up.
-        method: "setup" or "setup_optimizers".
-        engine: what computes gradients.
-
     Raises:
         ValueError: it trains none of the module that it is set up with.
         MisconfigurationException: the gradients of its other parameters would not be averaged over the processes.

@@ -80,12 +80,6 @@ class Guard:
 
     Before each step one number is read from the device, and with several processes one is exchanged, so that all skip
     the same steps. A skipped step counts as a step: schedules, limits and loggers continue.
-
-    Args:
-        run: the run.
-        mode: "stop", "skip" or "rewind".
-        state: the state of the interrupted run, as ``state_dict`` returned it.
-
     """
 
     def __init__(self, run: Run, mode: str, state: dict[str, Any] | None) -> None:

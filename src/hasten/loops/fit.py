@@ -372,12 +372,7 @@ def _skip_none(epoch: EpochSettings, batch_idx: int) -> Any:
 
 
 class EpochSettings:
-    """The functions and settings that the loop over batches needs.
-
-    Args:
-        run: the run.
-
-    """
+    """The functions and settings that the loop over batches needs."""
 
     __slots__ = (
         "accumulation_size", "log_every_n_steps", "max_steps", "next_validation", "run", "several_processes",

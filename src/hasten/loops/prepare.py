@@ -467,16 +467,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 def remake_loader(
     speed: SpeedArguments, loader: Any, stage: str, name: str, *, device: torch.device | None = None
 ) -> Any:
-    """Return the loader to read instead of the user's; the same object where no argument changes it.
-
-    Args:
-        speed: the arguments.
-        loader: as the user gave it.
-        stage: "train", "validate", "test" or "predict".
-        name: what to call the loader in messages.
-        device: where the run computes.
-
-    """
+    """Return the loader to read instead of the user's; the same object where no argument changes it."""
     # "auto" has become a number once it was found; until then the loader's size is used.
     if isinstance(speed.batch_size, int) and stage == "train":
         loader = micro_batches.rebatched(loader, speed.batch_size, name=name)

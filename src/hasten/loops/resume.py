@@ -48,12 +48,6 @@ class RunState:
     """The contents of a run's checkpoint: ``collect`` returns them, and ``restore`` restores them phase by phase.
 
     The keys are the keys of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
-
-    Args:
-        run: the run.
-        callbacks: the Trainer's.
-        datamodule: the datamodule of the run, or None.
-
     """
 
     def __init__(self, run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None) -> None:
@@ -63,10 +57,6 @@ class RunState:
         """Return everything a run needs to continue exactly; all processes call it together.
 
         Inside a batch this is the state in which the batch began; if that is not known, a RuntimeError is raised.
-
-        Args:
-            weights_only: leave out what only training needs.
-
         """
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()

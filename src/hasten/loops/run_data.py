@@ -554,12 +554,6 @@ class DataloaderIterator:
     """The ``dataloader_iter`` of a step: yields (batch, batch_idx, dataloader_idx), and knows whether it is done.
 
     Batches are not moved: the step moves them to the device itself.
-
-    Args:
-        run: the run.
-        batches: (batch, whether it is the last, its index, the index of its loader).
-        is_empty: whether there are no batches.
-
     """
 
     def __init__(self, run: Run, batches: Iterator[tuple[Any, bool, int, int]], *, is_empty: bool = False) -> None:

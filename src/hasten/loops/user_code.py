@@ -1149,12 +1149,7 @@ def check_in_backward(run: Run, optimizer: InBackward) -> None:
 
 
 def follow_arguments(run: Run) -> None:
-    """Have the optimizer do what the arguments say now; refuse what it cannot do.
-
-    Raises:
-        MisconfigurationException: the optimizer does not accumulate, or needs what an argument takes.
-
-    """
+    """Have the optimizer do what the arguments say now; refuse what it cannot do."""
     optimizer, batches = run.optimizers[0], run.window.accumulate_grad_batches
     if isinstance(optimizer, InBackward):
         check_in_backward(run, optimizer)
@@ -1264,13 +1259,7 @@ def why_not_whole_step(run: Run) -> Parts | None:
 
 
 def whole_step(run: Run, in_parts: Callable[[Any, int], Any]) -> Callable[[Any, int], tuple[Any, bool]] | None:
-    """Return what trains on a batch by one graph, as ``WholeStep.train`` does; None where the run has no such graph.
-
-    Args:
-        run: the run.
-        in_parts: trains on a batch without that graph.
-
-    """
+    """Return what trains on a batch by one graph, as ``WholeStep.train`` does; None where the run has no such graph."""
     compiled = run.compiled
     if compiled is None or not compiled.settings.step or why_not_whole_step(run) is not None:
         return None

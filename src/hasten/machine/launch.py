@@ -300,14 +300,7 @@ joint_call = _calls.one
 
 
 class _Children:
-    """The other processes of this machine, and a thread that watches them.
-
-    Args:
-        environment: variables for them, in addition to the environment of this process.
-        num_processes: on this machine, this one included.
-        first_rank: the rank of this process.
-
-    """
+    """The other processes of this machine, and a thread that watches them."""
 
     def __init__(self, environment: dict[str, str], num_processes: int, first_rank: int) -> None:
         self._first_rank = first_rank

@@ -54,12 +54,7 @@ def handling(handler: Callable[[int, FrameType | None], None], also: Iterable[in
 
 
 class LeaveRun(BaseException):
-    """Raised between two batches to leave a run because of a signal; a user's ``except Exception`` does not catch it.
-
-    Args:
-        signal_number: the signal.
-
-    """
+    """Raised between two batches to leave a run because of a signal; ``except Exception`` does not catch it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -181,12 +176,7 @@ class StopRequests:
         before = signal.signal(signal.SIGCONT, note)
 
     def due(self, step: int) -> bool:
-        """Return whether ``agreed`` is to be called at ``step``: the same answer on every process.
-
-        Args:
-            step: a counter that is equal on all processes.
-
-        """
+        """Return whether ``agreed`` is to be called at ``step``: the same answer on every process."""
         if self._next_check is None:
             self._last_check = (step - 1, time.monotonic())
             self._next_check = step

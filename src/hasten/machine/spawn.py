@@ -50,12 +50,7 @@ class RemoteTraceback(Exception):
 
 
 class StartCopies(launch.Launcher):
-    """Start all processes of this machine as copies of this one, which waits for them.
-
-    Args:
-        start_method: "spawn", "fork" or "forkserver".
-
-    """
+    """Start all processes of this machine as copies of this one, which waits for them."""
 
     def __init__(self, start_method: str) -> None:
         self.start_method = start_method

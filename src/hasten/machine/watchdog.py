@@ -604,13 +604,7 @@ class _Signals:
         self._reads = -1
 
     def read(self, frames: list[stacks.Frame], *, moved: float) -> tuple[int, float, int]:
-        """Return the signal that asks this process to stop (0 for none), since when, and how often it came.
-
-        Args:
-            frames: the stack of the training thread.
-            moved: when the process made progress for the last time.
-
-        """
+        """Return the signal that asks this process to stop (0 for none), since when, and how often it came."""
         requests, now = signals.StopRequests.active, time.monotonic()
         if requests is not self._requests:
             # A new run: earlier signals have been handled.

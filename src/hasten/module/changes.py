@@ -37,9 +37,6 @@ class ModuleChanges:
     or objects may have computed these from them. A member is restored by its value, where the attribute is a member of
     the same Enum when training begins.
 
-    Args:
-        module: the LightningModule.
-
     Example::
 
         >>> module = LightningModule()

@@ -172,14 +172,7 @@ class HyperparametersMixin:
 
 
 def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[Any, str | None]:
-    """Return what ``save_hyperparameters(*args)`` saves, and the argument of ``__init__`` that holds it.
-
-    Args:
-        args: names, or one object.
-        given: the arguments of ``__init__``.
-        owner: the name of the class, for messages.
-
-    """
+    """Return what ``save_hyperparameters(*args)`` saves, and the argument of ``__init__`` that holds it."""
     if not args:
         return given, "kwargs" if given else None
     if args == (None,):

@@ -249,14 +249,7 @@ def divided(described: Mapping[str, Described], max_file_bytes: float) -> dict[s
 
 
 def write_file(path: Path, described: Mapping[str, Described], tensors: Iterable[Tensor]) -> None:
-    """Write a safetensors file, one tensor at a time, and sync it.
-
-    Args:
-        path: a file that does not exist.
-        described: what is in it, in order.
-        tensors: the whole tensors in this order.
-
-    """
+    """Write a safetensors file, one tensor at a time, and sync it."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name, each in described.items():

@@ -234,10 +234,6 @@ class InBackward(Optimizer):
 def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
     """Return the parameters of an optimizer, whose gradients are clipped between backward and step.
 
-    Args:
-        optimizer: the optimizer.
-        method: the calling method, for the message.
-
     Raises:
         ValueError: the optimizer steps in backward.
 

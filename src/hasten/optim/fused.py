@@ -133,11 +133,6 @@ def unwrapped(step: Callable[..., Any]) -> Callable[..., Any]:
 def check_dense(optimizer: Optimizer, modules: Iterable[nn.Module], owner: str) -> None:
     """Refuse to fuse the step of parameters whose gradients are sparse, before it fails.
 
-    Args:
-        optimizer: the one to be fused.
-        modules: have the parameters.
-        owner: the argument that asks for it, for the message.
-
     Raises:
         ValueError: a layer of ``modules`` has sparse gradients.
 

@@ -11,13 +11,7 @@ from hasten.extend.origin import functions_reached, names_in
 
 
 class FirstGradients:
-    """Looks at the gradients of an optimizer before its first two steps.
-
-    Args:
-        optimizer: the optimizer.
-        owner: the module whose code steps it.
-
-    """
+    """Looks at the gradients of an optimizer before its first two steps."""
 
     def __init__(self, optimizer: Optimizer, owner: nn.Module) -> None:
         self._optimizer, self._owner = optimizer, owner

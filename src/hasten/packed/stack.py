@@ -159,9 +159,6 @@ class Stack:
     def finish(self, output: object) -> None:
         """End the current call.
 
-        Args:
-            output: of the whole stack; None if it failed.
-
         Raises:
             MisconfigurationException: the last block was skipped, so the output is still packed.
 

@@ -27,12 +27,7 @@ def ignored(name: str, prefixes: Iterable[str]) -> bool:
 
 
 def check_names(owner: str, ignore_modules: object) -> None:
-    """Refuse one name where a set of names is expected.
-
-    Raises:
-        TypeError: it is a string.
-
-    """
+    """Refuse one name where a set of names is expected."""
     if isinstance(ignore_modules, str):
         raise make_error(
             TypeError,
@@ -43,12 +38,7 @@ def check_names(owner: str, ignore_modules: object) -> None:
 
 
 def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:
-    """Check that each prefix is the name of a module.
-
-    Raises:
-        ValueError: a prefix is not.
-
-    """
+    """Check that each prefix is the name of a module."""
     names = [name for name, _ in module.named_modules()]
     for prefix in prefixes:
         if not any(ignored(name, [prefix]) for name in names):
@@ -64,10 +54,6 @@ def replace(
     module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]
 ) -> list[tuple[nn.Module, str, nn.Module]]:
     """Replace modules inside of ``module``.
-
-    Args:
-        module: the module.
-        make: called with a name and a module; returns the replacement, or None for no change.
 
     Returns:
         (parent, attribute name, original module), for ``put_back``.

@@ -64,13 +64,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def without_effect(precision: str, device: torch.device) -> str | None:
-    """Return why a setting has no effect on a device; None if it has one.
-
-    Args:
-        precision: "highest", "high" or "medium".
-        device: of the matrices.
-
-    """
+    """Return why a setting has no effect on a device; None if it has one."""
     if precision == "highest":
         return None
     if is_cuda(device):

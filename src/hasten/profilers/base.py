@@ -195,9 +195,6 @@ NAMED = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": 
 def resolve(profiler: object) -> Profiler:
     """Return the profiler for ``Trainer(profiler=...)``.
 
-    Args:
-        profiler: None or False for none, a name, or a Profiler.
-
     Raises:
         MisconfigurationException: no profiler has this name.
         TypeError: it is something else.

@@ -121,9 +121,6 @@ class GitState:
 
     git starts at once and works in the background: ``read`` is called later, and waits for it a few seconds at most.
 
-    Args:
-        folder: where to look.
-
     Example::
 
         >>> state = GitState("/").read()

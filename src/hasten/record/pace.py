@@ -131,14 +131,7 @@ class Pace:
     # -- of the loop
 
     def begin(self, run: Run, make_step: Callable[[], Callable[..., Any]], *, says: bool = True) -> None:
-        """Begin to measure a fit.
-
-        Args:
-            run: the run.
-            make_step: returns the function that trains on one batch.
-            says: tell the user if it will take long.
-
-        """
+        """Begin to measure a fit."""
         runtime, record = run.runtime, run.observers.record
         if runtime.several_processes:
             from hasten.record.ranks import RankTimes
@@ -158,13 +151,7 @@ class Pace:
             self.ranks.on_report = self._report_ranks if leads else None
 
     def watched(self, functions: StepFunctions, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return the same batches; where a fit is measured, what is due after a batch is done before the next one.
-
-        Args:
-            functions: the functions of a step.
-            batches: of an epoch.
-
-        """
+        """Return the same batches; where a fit is measured, what is due after a batch is done before the next one."""
         return self._timed(functions, iter(batches)) if self.measures else batches
 
     def _timed(self, functions: StepFunctions, batches: Iterator[Any]) -> Iterator[Any]:

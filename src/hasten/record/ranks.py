@@ -128,10 +128,6 @@ def slowest_of(times: Sequence[RankTime]) -> Slowest:
 class RankTimes:
     """What the processes report about their steps; one object in each process.
 
-    Args:
-        rank: of this process.
-        count: the number of processes.
-
     Example::
 
         >>> done = [StepsDone(0, 0.0, 0.0)]

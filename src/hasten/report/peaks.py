@@ -238,14 +238,7 @@ def measured_peaks(device: torch.device) -> dict[str, float | None]:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, matmul_precision: str = "highest") -> float | None:
-    """Return the operations a second that a large matrix product reaches here; None if it cannot be computed.
-
-    Args:
-        device: the device.
-        dtype: type of the numbers.
-        matmul_precision: for float32, as in ``torch.set_float32_matmul_precision``.
-
-    """
+    """Return the operations a second that a large matrix product reaches here; None if it cannot be computed."""
     size, best = _SMALLEST_MATRIX, 0.0
     try:
         with torch.no_grad(), matmul_precision_set(matmul_precision):

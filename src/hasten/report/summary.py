@@ -439,12 +439,7 @@ def parse_batch_shape(batch: Batch) -> object:
 
 
 def check_depth(max_depth: int) -> int:
-    """Return ``max_depth`` if it is -1, 0 or positive.
-
-    Raises:
-        ValueError: it is not.
-
-    """
+    """Return ``max_depth`` if it is -1, 0 or positive."""
     allowed = "-1 for all levels, 0 for none, or a positive number"
     return check.whole("ModelSummary", "max_depth", max_depth, at_least=-1, allowed=allowed, error=ValueError)
 

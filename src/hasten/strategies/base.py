@@ -333,12 +333,7 @@ class Strategy(ProgramMethods, ABC):
 
 
 class StrategyPart:
-    """A part of a strategy.
-
-    Args:
-        strategy: the strategy, whose processes and collectives the part uses.
-
-    """
+    """A part of a strategy."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -392,10 +387,6 @@ class Sharding(StrategyPart):
 
     def check_devices(self, module: nn.Module, owner: str) -> None:
         """Check that ``place`` can move ``module``.
-
-        Args:
-            module: the user's module.
-            owner: who moves it, for messages.
 
         Raises:
             ValueError: a parameter is on the meta device.
@@ -606,13 +597,7 @@ class StepEngine(StrategyPart):
             )
 
     def check_compile(self, owner: str, *, trains: bool) -> None:
-        """Raise ValueError if steps cannot be compiled by torch.
-
-        Args:
-            owner: "Trainer" or "Fabric".
-            trains: whether they are steps of training.
-
-        """
+        """Raise ValueError if steps cannot be compiled by torch."""
 
     def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str, str]]]) -> None:
         """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
@@ -630,10 +615,6 @@ class StepEngine(StrategyPart):
     def refuse_outside(self, problem: str, advice: str) -> None:
         """Raise where gradients are averaged over processes, and only those of the module.
 
-        Args:
-            problem: which parameters of an optimizer are outside of the module.
-            advice: what to write.
-
         Raises:
             MisconfigurationException: gradients are averaged.
 
@@ -645,10 +626,6 @@ class StepEngine(StrategyPart):
 
     def require_alone(self, owner: str, advice: str) -> None:
         """Raise if processes wait for each other in a forward: one that runs out of memory would not reach it.
-
-        Args:
-            owner: the feature that repeats steps, for the message.
-            advice: what to write.
 
         Raises:
             MisconfigurationException: processes exchange parts of the model.
@@ -663,11 +640,6 @@ class StepEngine(StrategyPart):
 
     def require_own_parameters(self, owner: str, why: str, fix: str) -> None:
         """Raise if an engine steps copies of the parameters, with which ``owner`` cannot work.
-
-        Args:
-            owner: the feature that is refused, for the message.
-            why: why.
-            fix: what to write.
 
         Raises:
             MisconfigurationException: an engine steps.
@@ -736,12 +708,6 @@ class StepEngine(StrategyPart):
         """Return the module to call in training: ``wrap(module)`` if it was not wrapped yet.
 
         A module without parameters to train exchanges nothing; a callback may unfreeze some.
-
-        Args:
-            module: the user's module.
-            wrapped: what ``wrap`` returned for it before.
-            wrap: see ``Strategy.wrap``.
-
         """
         return wrap(module) if wrapped is module and self.exchanges else wrapped
 

@@ -228,18 +228,10 @@ def apply_plan(
     loss_parallel: bool = False,
     expert_parallel: bool = False,
 ) -> dict[str, ParallelStyle]:
-    """Split the layers of ``model`` as ``plan`` says, in place.
+    """Split the layers of ``model`` over a mesh of one dimension, in place; see ``resolve`` for the arguments.
 
     Parameters become DTensors. Every process must hold the same values before (or have them on the meta device).
     Parameters that were one tensor, as tied embeddings are, stay one.
-
-    Args:
-        model: the model.
-        mesh: the processes of one tensor-parallel group, a mesh of one dimension.
-        plan: name patterns and their styles, or "auto"; see ``resolve``.
-        sequence_parallel: see ``resolve``.
-        loss_parallel: see ``resolve``.
-        expert_parallel: see ``resolve``.
 
     Returns:
         the names of the modules that were split, and the style of each.

@@ -497,13 +497,7 @@ class DTensorState(DividedState):
 
 
 def shard_like(whole: Tensor, target: Tensor) -> Tensor:
-    """Return this process's part of ``whole``, divided as the ``DTensor`` ``target`` is; nothing is sent.
-
-    Args:
-        whole: a tensor of the shape of ``target``, the same on all processes.
-        target: the ``DTensor``.
-
-    """
+    """Return this process's part of ``whole``, divided as the ``DTensor`` ``target`` is; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
     like: Any = target

@@ -27,10 +27,6 @@ class LoopOf(Generic[L]):
     """A loop of Lightning's as an attribute of a Trainer: the counters of a run under its names, by an entry point.
 
     The same object at each look. The core itself reads the run.
-
-    Args:
-        doc: what the loop does.
-
     """
 
     def __init__(self, doc: str) -> None:

@@ -255,13 +255,6 @@ def find_batch_size(
     Weights, optimizers, random numbers, loaders and counters are restored, and no file is written. All processes find
     the same size: one that fits on each of them.
 
-    Args:
-        trainer: with ``batch_size="auto"``.
-        module: the module.
-        given: the loaders of the call, by stage.
-        datamodule: of the call, or None.
-        ckpt_path: of the call.
-
     Returns: The size; None to keep the size of the loader (``fast_dev_run``), or of the checkpoint of a resumed run.
 
     Raises:

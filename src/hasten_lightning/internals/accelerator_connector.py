@@ -30,18 +30,6 @@ class AcceleratorConnector:
 
     Packages use it to resolve devices.
 
-    Args:
-        devices: this and the others as for ``Trainer``.
-        num_nodes: see there.
-        accelerator: see there.
-        strategy: see there.
-        plugins: see there.
-        precision: see there.
-        sync_batchnorm: see there.
-        benchmark: see there.
-        use_distributed_sampler: see there.
-        deterministic: see there.
-
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument names something unavailable, or two contradict each other.
@@ -163,17 +151,7 @@ class AcceleratorConnector:
 
 
 class FabricConnector(AcceleratorConnector):
-    """The devices, strategy and precision of a Fabric with these arguments; nothing is started.
-
-    Args:
-        accelerator: this and the others as for ``Fabric``.
-        strategy: see there.
-        devices: see there.
-        num_nodes: see there.
-        precision: see there.
-        plugins: see there.
-
-    """
+    """The devices, strategy and precision of a Fabric with these arguments; nothing is started."""
 
     def __init__(
         self,

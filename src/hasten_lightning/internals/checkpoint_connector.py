@@ -39,12 +39,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointConnector:
-    """Saves and restores the run that a Trainer is in; packages do it in the middle of a run.
-
-    Args:
-        trainer: the Trainer.
-
-    """
+    """Saves and restores the run that a Trainer is in; packages do it in the middle of a run."""
 
     def __init__(self, trainer: Resumes) -> None:
         self.trainer = trainer
@@ -57,12 +52,7 @@ class CheckpointConnector:
         return self.trainer.ckpt_path
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what ``Trainer.save_checkpoint`` would write.
-
-        Args:
-            weights_only: leave out what only training needs.
-
-        """
+        """Return what ``Trainer.save_checkpoint`` would write."""
         return self.trainer.dump_checkpoint(weights_only=bool(weights_only))
 
     def resume_start(self, checkpoint_path: PathLike | None = None, weights_only: bool | None = None) -> None:
@@ -167,12 +157,7 @@ class CheckpointConnector:
 
 
 def without_run(module: LightningModule) -> dict[str, Any]:
-    """Return a checkpoint of a module that has not been trained: its weights and hyper-parameters.
-
-    Args:
-        module: the module.
-
-    """
+    """Return a checkpoint of a module that has not been trained: its weights and hyper-parameters."""
     checkpoint: dict[str, Any] = {
         "epoch": 0,
         "global_step": 0,

@@ -158,12 +158,7 @@ def convert_precision_to_unified_args(precision: PrecisionName | int | None) -> 
 
 
 def log_device_info(trainer: Trainer) -> None:
-    """Log which kinds of devices this machine has, and warn about one that ``trainer`` leaves idle.
-
-    Args:
-        trainer: its accelerator is compared with what there is.
-
-    """
+    """Log which kinds of devices this machine has, and warn about one that ``trainer`` leaves idle."""
     used, best = trainer.accelerator, best_accelerator()
     has_gpu, uses_gpu = not isinstance(best, CPUAccelerator), isinstance(used, CUDAAccelerator | MPSAccelerator)
     rank_zero_info(f"GPU available: {has_gpu}{f' ({best.name()})' if has_gpu else ''}, used: {uses_gpu}")
@@ -192,10 +187,6 @@ def is_slurm_interactive_mode() -> bool:
 def convert_fp_tensor(tensor: Tensor, dst_type: torch.dtype | str) -> Tensor:
     """Return a tensor in another type, if it holds floating-point numbers.
 
-    Args:
-        tensor: the tensor.
-        dst_type: the type.
-
     Example::
 
         >>> convert_fp_tensor(torch.ones(1), torch.half).dtype
@@ -208,13 +199,7 @@ def convert_fp_tensor(tensor: Tensor, dst_type: torch.dtype | str) -> Tensor:
 
 
 def has_meta_device_parameters_or_buffers(obj: nn.Module | Optimizer, recurse: bool = True) -> bool:
-    """Return whether a module or an optimizer has tensors without storage.
-
-    Args:
-        obj: the module or optimizer.
-        recurse: look into submodules too.
-
-    """
+    """Return whether a module or an optimizer has tensors without storage."""
     if isinstance(obj, Optimizer):
         tensors: Any = chain.from_iterable(group["params"] for group in obj.param_groups)
     elif isinstance(obj, nn.Module):

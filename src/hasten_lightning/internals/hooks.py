@@ -15,13 +15,6 @@ def call_lightning_module_hook(
 ) -> object:
     """Call a hook of a module and return what it returns; None if it is not callable.
 
-    Args:
-        trainer: its profiler measures the call.
-        hook_name: the hook.
-        args: its arguments.
-        pl_module: the module, by default the module of ``trainer``.
-        kwargs: its keyword arguments.
-
     Raises:
         TypeError: the trainer has no module.
 
@@ -34,12 +27,6 @@ def call_lightning_module_hook(
 
 def call_lightning_datamodule_hook(trainer: Trainer, hook_name: str, *args: object, **kwargs: object) -> object:
     """Call a hook of the datamodule and return what it returns; None if it is not callable.
-
-    Args:
-        trainer: has the datamodule, and measures the call.
-        hook_name: the hook.
-        args: its arguments.
-        kwargs: its keyword arguments.
 
     Raises:
         TypeError: there is no datamodule.
@@ -79,12 +66,7 @@ def _call(trainer: Trainer, owner: Any, hook_name: str, action: str, *args: obje
 
 
 class CallbackConnector:
-    """The callbacks of a Trainer; packages that change the list call it.
-
-    Args:
-        trainer: the Trainer.
-
-    """
+    """The callbacks of a Trainer; packages that change the list call it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -103,12 +103,7 @@ def _function(kind: type, method: str) -> Any:
 
 
 def load_external_callbacks(group: str) -> list[Any]:
-    """Return the callbacks that installed packages offer.
-
-    Args:
-        group: the name of their entry points; each is a function that returns a callback or a list of them.
-
-    """
+    """Return the callbacks that installed packages offer."""
     found: list[Any] = []
     for entry in entry_points(group=group):
         made = entry.load()()
@@ -154,13 +149,7 @@ def full_state_dict_context(
 
 
 def setup_activation_checkpointing(module: torch.nn.Module, activation_checkpointing_kwargs: dict[str, Any]) -> None:
-    """Recompute activations of parts of a module, unless there are no arguments or it does so already.
-
-    Args:
-        module: the module.
-        activation_checkpointing_kwargs: for torch's ``apply_activation_checkpointing``.
-
-    """
+    """Recompute activations of parts of a module, unless there are no arguments or it does so already."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointWrapper,
         apply_activation_checkpointing,

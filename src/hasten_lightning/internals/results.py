@@ -47,12 +47,7 @@ class ResultMetric:
 
 
 class Results(Mapping[str, ResultMetric]):
-    """The values of a stage, by the name of the hook and of the value: ``"training_step.loss"``.
-
-    Args:
-        logged: of the run.
-
-    """
+    """The values of a stage, by the name of the hook and of the value: ``"training_step.loss"``."""
 
     # The ending of their names where there are several loaders.
     DATALOADER_SUFFIX = "/dataloader_idx_{}"
@@ -94,12 +89,7 @@ class Results(Mapping[str, ResultMetric]):
 
 
 class LoggerConnector:
-    """The values of a Trainer, and whether loggers get those of the present step; callbacks of programs read it.
-
-    Args:
-        trainer: the Trainer.
-
-    """
+    """The values of a Trainer, and whether loggers get those of the present step; callbacks of programs read it."""
 
     # Whether this is the first batch of an epoch; programs put it back after a validation of their own.
     _first_loop_iter: bool | None = None

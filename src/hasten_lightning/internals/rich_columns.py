@@ -32,17 +32,7 @@ class CustomProgress(Progress):
         visible: bool = True,
         **fields: Any,
     ) -> TaskID:
-        """Add a bar; ``total`` may be infinite.
-
-        Args:
-            description: the text in front.
-            start: whether its time begins now.
-            total: its length.
-            completed: how much of it is done.
-            visible: whether it is shown.
-            fields: what columns can read of it.
-
-        """
+        """Add a bar; ``total`` may be infinite."""
         length = total if total is not None and math.isfinite(total) else None
         return super().add_task(description, start, length, completed, visible, **fields)
 
@@ -65,12 +55,7 @@ class _StyledColumn(ProgressColumn):
 
 
 class CustomTimeColumn(_StyledColumn):
-    """The time elapsed and remaining.
-
-    Args:
-        style: as rich writes it.
-
-    """
+    """The time elapsed and remaining."""
 
     # Twice a second, or the numbers flicker.
     max_refresh = 0.5
@@ -80,24 +65,14 @@ class CustomTimeColumn(_StyledColumn):
 
 
 class BatchesProcessedColumn(_StyledColumn):
-    """The batches done and in all.
-
-    Args:
-        style: as rich writes it.
-
-    """
+    """The batches done and in all."""
 
     def _text(self, task: Task) -> str:
         return batches_text(task)
 
 
 class ProcessingSpeedColumn(_StyledColumn):
-    """The batches a second.
-
-    Args:
-        style: as rich writes it.
-
-    """
+    """The batches a second."""
 
     def _text(self, task: Task) -> str:
         return speed_text(task)

@@ -27,14 +27,7 @@ _OF_BACKWARD = ("pre_backward", "backward", "post_backward")
 
 
 class ProgramEngine(_Engine):
-    """An engine that calls methods of a program's strategy or precision, and another engine for everything else.
-
-    Args:
-        inner: computes everything that is not overridden.
-        strategy: the strategy of the run.
-        precision: the precision of the run.
-
-    """
+    """An engine that calls methods of a program's strategy or precision, and another engine for everything else."""
 
     def __init__(self, inner: StepEngine, strategy: ProgramMethods, precision: Precision) -> None:
         self._inner, self._owner, self._precision = inner, strategy, precision

@@ -74,11 +74,6 @@ class _FitSeen(SystemExit):
 def eject_program(path: Path, text: str, arguments: Sequence[str] = ()) -> str:
     """Return the plain program for a file.
 
-    Args:
-        path: of the program; it runs in this process up to its first ``Trainer.fit``.
-        text: its text.
-        arguments: of the program.
-
     Raises:
         EjectError: it cannot be ejected; the message says why, and where.
 

@@ -320,15 +320,7 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFai
 
 
 def _log_files(folder: str | None, unused: str, restarts: int, started: Callable[[], None]) -> Any:
-    """Return where the output of the processes goes; ``started`` is called whenever they start.
-
-    Args:
-        folder: of the files; None for none.
-        unused: a folder for what torch writes anyway.
-        restarts: how many there may be.
-        started: see above.
-
-    """
+    """Return where the output of the processes goes; ``started`` is called whenever they start."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
     class LogFiles(DefaultLogsSpecs):

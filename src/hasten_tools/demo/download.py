@@ -146,11 +146,6 @@ def sha256_of(path: Path) -> str:
 def read_files(data: Path, remote: Remote, wanted: Callable[[str], object]) -> Iterator[tuple[str, bytes]]:
     """Yield the paths and contents of some files of an archive, or of the folder that it unpacks to.
 
-    Args:
-        data: the archive or the folder.
-        remote: the archive that is meant, for messages.
-        wanted: whether a path is.
-
     Raises:
         DemoError: there is no such file or folder, or the archive is not whole.
 

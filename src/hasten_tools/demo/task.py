@@ -127,12 +127,7 @@ def first_rows(epochs: int) -> list[LadderRow]:
 
 
 def rows_by_hand(*, bf16: bool) -> list[LadderRow]:
-    """Return the loops without hasten that a ladder of texts is compared with, besides the plain one.
-
-    Args:
-        bf16: whether the device has units for products of bfloat16, so that autocast is faster.
-
-    """
+    """Return the loops without hasten that a ladder of texts is compared with, besides the plain one."""
     code = ["pad_to_longest", "AdamW(..., fused=True)", *["torch.autocast(device, torch.bfloat16)"] * bf16]
     return [
         LadderRow(
@@ -156,10 +151,6 @@ def rows_by_hand(*, bf16: bool) -> list[LadderRow]:
 
 def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
     """Return rows of ``LEVER_ROWS``, of which each adds an argument of the Trainer.
-
-    Args:
-        names: of the rows.
-        draws: whether the model draws random numbers in a step, as dropout does.
 
     Example::
 
@@ -238,13 +229,7 @@ class Task(ABC):
         """Return scores, shape ``(batch, classes)``."""
 
     def optimizer(self, model: nn.Module, *, fused: bool | None = None) -> Optimizer:
-        """Return the optimizer of the model's parameters, as a user writes it.
-
-        Args:
-            model: whose.
-            fused: as in :class:`torch.optim.AdamW`.
-
-        """
+        """Return the optimizer of the model's parameters, as a user writes it."""
         return AdamW(model.parameters(), lr=self.learning_rate, fused=fused)
 
     @abstractmethod

@@ -43,12 +43,6 @@ def check(text: str, name: str) -> None:
 def ejected(text: str, name: str, facts: Facts, *, stem: str) -> str:
     """Return the plain program.
 
-    Args:
-        text: the program.
-        name: of its file, for messages and the first lines.
-        facts: what its first fit has.
-        stem: names the folder for checkpoints and logs.
-
     Raises:
         EjectError: the program needs something that a short loop does not have.
 
@@ -90,12 +84,6 @@ def with_one_branch(text: str, name: str, line: int) -> str:
     """Return a program in which only that branch of an ``if`` remains which makes the Trainer of a line.
 
     A branch that makes another Trainer ends the program instead: the ejected loop is not the one that it needs.
-
-    Args:
-        text: the program.
-        name: of its file, for messages.
-        line: on which the Trainer that was run is made.
-
     """
     source = Source(text, name)
     made = [node for node in ast.walk(source.tree)

@@ -20,13 +20,7 @@ _VALUE = re.compile(r"<<(\w+)(?: (\w+))?>>")
 
 
 def fill(name: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a template of this package that are needed.
-
-    Args:
-        name: of the file.
-        values: for conditions and insertions.
-
-    """
+    """Return the lines of a template of this package that are needed."""
     text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
     return Template(text.splitlines(), values).lines()
 

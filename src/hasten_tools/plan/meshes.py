@@ -95,14 +95,7 @@ def sizes_of(mesh: Mapping[str, Size] | Sequence[Size], devices: int, nodes: int
 
 
 def wrong_sizes(problem: str | Exception, asked: Mapping[str, Size], devices: int) -> ValueError:
-    """Return the error for sizes that do not multiply to the number of devices, with sizes that do.
-
-    Args:
-        problem: what is wrong, or the error that says so.
-        asked: the sizes that were given.
-        devices: the number of processes.
-
-    """
+    """Return the error for sizes that do not multiply to the number of devices, with sizes that do."""
     what = problem if isinstance(problem, str) else parts_of(problem).what
     near = _words(_near(asked, devices)).replace(" ", "")
     return make_error(ValueError, what, fix=f"Use --mesh {near}.", argument="mesh")
@@ -190,10 +183,6 @@ def candidates(devices: int, nodes: int) -> list[list[MeshSizes]]:
     First come those that split layers over 1 to 8 processes of a machine, then pipelines: whose stages are on different
     machines if there are several, with layers that are whole or split as much as possible. Of each, the mesh without
     copies, which takes the least memory, comes first, then those with the most copies.
-
-    Args:
-        devices: the number of processes.
-        nodes: the number of machines they are on.
 
     Example::
 

@@ -126,18 +126,7 @@ def plan_variants(
     budget: float,
     speeds: Speeds | None = None,
 ) -> FitPlan:
-    """Plan a fit, and single changes where it does not fit, or the meshes for its devices.
-
-    Args:
-        trainer: of the program.
-        model: the name of the module's class.
-        variants: of the program.
-        fit: calls ``trainer.fit``.
-        memory: of a device, in bytes.
-        budget: for changes or meshes, in seconds.
-        speeds: to estimate seconds with; None leaves them out, but for a search of meshes.
-
-    """
+    """Plan a fit, and single changes where it does not fit, or the meshes for its devices."""
     until = time.monotonic() + budget
     if variants.searches_mesh:
         speeds = speeds or Speeds()
@@ -195,16 +184,7 @@ def _search(
 
 
 class _MeshSearch:
-    """Plans of meshes.
-
-    Args:
-        trainer: of the program.
-        variants: of the program.
-        fit: calls ``trainer.fit``.
-        memory: of a device, in bytes.
-        speeds: with which seconds are estimated.
-
-    """
+    """Plans of meshes."""
 
     def __init__(
         self, trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None, speeds: Speeds
@@ -347,11 +327,6 @@ def chosen_mesh(
     mesh: Mapping[str, Size] | Sequence[Size] | str | None, tensor_parallel: int | None, strategy: StrategyLike | None
 ) -> Mesh | None:
     """Return the mesh that a question asks for, after checking that the question does not contradict itself.
-
-    Args:
-        mesh: see ``plan_fit``.
-        tensor_parallel: short for ``(1, "auto", tensor_parallel)``.
-        strategy: that replaces the program's.
 
     Raises:
         ValueError: two arguments say over how many processes to split, or which strategy to use; a text is not "auto".

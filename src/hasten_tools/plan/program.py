@@ -56,10 +56,6 @@ class _End(SystemExit):
 def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
     """Return the plan of the first ``Trainer.fit`` that a program calls.
 
-    Args:
-        question: what to plan.
-        run: runs the program in this process, which it changes for good; returns its exit code.
-
     Raises:
         PlanError: the program cannot be planned.
         ValueError: an argument does not fit.

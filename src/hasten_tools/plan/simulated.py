@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedCluster(ClusterEnvironment):
-    """A cluster of which one process exists.
-
-    Args:
-        size: the number of processes.
-        rank: which of them this process is.
-
-    """
+    """A cluster of which one process exists."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -261,10 +255,6 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
     """Make a strategy work in a process whose group does not exist.
-
-    Args:
-        strategy: attached to the devices of the plan; changed in place.
-        on_gpu: step optimizers as torch does on GPUs.
 
     Raises:
         ValueError: the strategy cannot be planned.

@@ -104,11 +104,6 @@ class Order:
 def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured:
     """Return what two training steps of ``fit`` hold and send; the process is of no other use afterwards.
 
-    Args:
-        trainer: on one CPU.
-        order: what to plan.
-        fit: calls ``trainer.fit``.
-
     Raises:
         Unplannable: a step needs the values of tensors.
         ValueError: an argument does not fit.

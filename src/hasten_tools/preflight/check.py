@@ -103,17 +103,7 @@ def _loaders_in(given: Iterable[Any]) -> Iterator[Any]:
 
 
 class Check:
-    """One check: its inputs and its results.
-
-    Args:
-        trainer: the user's, which does not change.
-        arguments: its arguments.
-        module: the model.
-        given: the loaders by stage, as passed to the call.
-        datamodule: gives the data instead.
-        rows: where to.
-
-    """
+    """One check: its inputs and its results."""
 
     def __init__(
         self,
@@ -360,13 +350,7 @@ class Check:
 
 
 def alone(trainer: Trainer, rows: Rows) -> Trainer:
-    """Return a Trainer with the same arguments, in this process alone and without what takes long.
-
-    Args:
-        trainer: the user's.
-        rows: where to say what is left out.
-
-    """
+    """Return a Trainer with the same arguments, in this process alone and without what takes long."""
     given = trainer.given_arguments
     changes: dict[str, Any] = {
         "speed": None,

@@ -36,13 +36,7 @@ class Length:
 
     @classmethod
     def of(cls, run: Run, processes: int = 1) -> Length:
-        """Return the length of the fit that a run is the beginning of.
-
-        Args:
-            run: the run, in one process.
-            processes: of the fit itself.
-
-        """
+        """Return the length of the fit that a run is the beginning of."""
         batches = float(run.data.train.limit)
         steps = math.ceil(batches / run.window.accumulate_grad_batches) if math.isfinite(batches) else math.inf
         epochs = float(run.limits.max_epochs)

@@ -49,14 +49,7 @@ class Hint:
 
 @dataclass
 class RunView:
-    """One run as the template shows it.
-
-    Args:
-        name: of the run, different from those of the other runs.
-        place: its number, from 0, which gives its color.
-        run: what was read.
-
-    """
+    """One run as the template shows it."""
 
     name: str
     place: int

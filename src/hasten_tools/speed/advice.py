@@ -207,22 +207,13 @@ class Advice:
         return self.best_within(Safety.OTHER_DRAWS)
 
     def best_within(self, safety: Safety) -> Line | None:
-        """Return the best line of which every speed-up is of this class or a safer one; None if nothing is faster.
-
-        Args:
-            safety: the class.
-
-        """
+        """Return the best line of which every speed-up is of this class or a safer one; None if nothing is faster."""
         return next((found for found in reversed(self.lines) if found.safety <= safety), None)
 
     def factor(self, found: Row | Line) -> str:
         """Return how fast a row or a line is, as text; empty if that is not known well enough.
 
         On a busy machine it is a lower end on which several turns agree.
-
-        Args:
-            found: the row or line.
-
         """
         if self.is_noisy:
             return f"at least {times(found.least, down=True)}" if found.least else ""

@@ -49,9 +49,6 @@ class Safety(StrEnum):
     def of_speed(cls, speed: str) -> Safety:
         """Return what ``Trainer(speed=...)`` may change at most.
 
-        Args:
-            speed: "exact", "auto" or the name of a class.
-
         Example::
 
             >>> Safety.of_speed("auto")

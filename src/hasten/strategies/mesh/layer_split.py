@@ -23,16 +23,7 @@ if TYPE_CHECKING:
 
 
 class LayerSplit:
-    """How the layers of a module are split over the processes of a group.
-
-    Args:
-        owner: the class that a program has written, for messages.
-        argument: its argument for the number of processes.
-        plan: see ``MeshStrategy``.
-        parallelize_fn: see ``MeshStrategy``.
-        sequence_parallel: see ``MeshStrategy``.
-        loss_parallel: see ``MeshStrategy``.
-        expert_parallel: see ``MeshStrategy``.
+    """How the layers of a module are split over the processes of a group; see ``MeshStrategy`` for the arguments.
 
     Raises:
         ValueError: arguments contradict each other.

@@ -34,19 +34,7 @@ if TYPE_CHECKING:
 
 
 class ParameterShards:
-    """How the parameters of a module are divided by ``fully_shard``.
-
-    Args:
-        owner: the class that a program has written, for messages.
-        recompute_argument: its argument for ``activation_checkpointing_policy``.
-        auto_wrap_policy: this and the following: see ``MeshStrategy``.
-        reshard_after_forward: the same.
-        forward_prefetch: the same.
-        ignored_modules: the same.
-        ignored_parameters: the same.
-        activation_checkpointing_policy: the same.
-        cpu_offload: the same.
-        mixed_precision: the same.
+    """How the parameters of a module are divided by ``fully_shard``; see ``MeshStrategy`` for the arguments.
 
     Raises:
         ValueError: an argument has a value that ``fully_shard`` does not have.

@@ -98,13 +98,6 @@ class Pipeline:
     ``MeshStrategy`` makes it, ``divide`` gives each process its layers, and the steps that ``step`` returns take the
     place of the user's.
 
-    Args:
-        strategy: the strategy.
-        processes: over how many processes layers are divided.
-        schedule: see ``MeshStrategy``.
-        split: see ``MeshStrategy``.
-        micro_batches: see ``MeshStrategy``.
-
     Raises:
         ValueError: the arguments contradict each other.
 
@@ -583,13 +576,7 @@ def _detached(output: Any) -> Any:
 
 
 def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[LogCall]:
-    """Return the calls of ``self.log`` in the micro-batches of a batch as calls for the whole.
-
-    Args:
-        calls: the place of a micro-batch and a call.
-        sizes: the samples of each.
-
-    """
+    """Return the calls of ``self.log`` in the micro-batches of a batch as calls for the whole."""
     found: dict[Any, list[tuple[int, LogCall]]] = {}
     counted: dict[Any, int] = {}
     for place, call in calls:

@@ -84,11 +84,6 @@ class Stages:
         """Replace the parameters of other stages by ones of the same shape that take no memory and hold no numbers.
 
         Frozen parameters outside of blocks stay everywhere: what is computed from them may reach every block.
-
-        Args:
-            module: the user's module, changed in place.
-            device: the device of this process.
-
         """
         whole = {id(p): p for name, p in _named(module) if not set(self.mine).isdisjoint(self.owners[name])}
         replaced: dict[int, nn.Parameter] = {}
@@ -138,25 +133,13 @@ class Stages:
         return output
 
     def input_of(self, stage: int, step: Callable[..., Any], arguments: Sequence[Any]) -> Tensor:
-        """Return a tensor like the one that a later stage gets, from what comes before the blocks in a step.
-
-        Args:
-            stage: the stage.
-            step: a step of the user's module.
-            arguments: its batch, and others.
-
-        """
+        """Return a tensor like the one that a later stage gets, from what comes before the blocks in a step."""
         with set_during(self, _asks=True), torch.no_grad():
             hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
             return hidden
 
     def check_gradients(self) -> None:
-        """Raise if a stage has used a parameter that it does not have.
-
-        Raises:
-            ValueError: it has.
-
-        """
+        """Raise if a stage has used a parameter that it does not have."""
         for name, parameter in self.absent.items():
             if parameter.grad is not None:
                 held = self.owners[name][0]
