@@ -32,10 +32,6 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-def _algorithm(name: str | None) -> GradClipAlgorithmType | None:
-    return None if name is None else GradClipAlgorithmType(name)
-
-
 class Trainer(trainer.Trainer, metaclass=Facade):
     """Run a ``LightningModule``: ``hasten.Trainer``, with the parameters of Lightning's Trainer.
 
@@ -92,7 +88,9 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         _set_val_check_batch,
         doc="Batches between two validations; None before fit, and where time counts.",
     )
-    gradient_clip_algorithm: Any = Setting("How gradients are clipped, in Lightning's type.", convert=_algorithm)
+    gradient_clip_algorithm: Any = Setting(
+        "How gradients are clipped, in Lightning's type.", convert=lambda name: name and GradClipAlgorithmType(name)
+    )
 
     @property
     def _results(self) -> Results | None:

@@ -120,12 +120,12 @@ def number(
     return value
 
 
-def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
+def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False) -> _T:
     """Return ``value`` if it is True or False. See ``whole`` for the arguments."""
     if isinstance(value, bool) or (value is None and allow_none):
         return value
     allowed = "True, False or None" if allow_none else "True or False"
-    raise make_error(error or WrongType, f"{owner}({name}={shown(value)}):", fix=f"use {allowed}.", argument=name)
+    raise WrongType(f"{owner}({name}={shown(value)}):", fix=f"use {allowed}.", argument=name)
 
 
 def one_of(

@@ -269,7 +269,7 @@ class HostCopies:
 
     def _copy(self, storages: dict[int, torch.UntypedStorage], *, pinned: bool) -> bool:
         """Copy storages side by side into one piece of memory; return whether there is enough."""
-        starts = [0, *itertools.accumulate(_aligned(storage.nbytes()) for storage in storages.values())]
+        starts = [0, *itertools.accumulate(-(-each.nbytes() // 64) * 64 for each in storages.values())]
         memory = self._take(starts[-1], pinned=pinned)
         if memory is None:
             return False
@@ -300,10 +300,6 @@ class HostCopies:
             # Less than the system says: a limit of the process, or of what may be pinned.
             return None
         return self._memory[-1]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
 
 
 def _tensors_in(contents: object) -> list[Tensor]:

@@ -258,7 +258,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Hooks | 
     if not progress.post_batch_done:
         validate_if_due(run)
         epoch.find_next_validation()
-    if progress.last_batch or _enough(run):
+    enough = progress.global_step >= limits.max_steps or (limits.should_stop and limits.may_stop_early())
+    if progress.last_batch or enough:
         return
 
     batches = run.observers.stalls.watched(run, batches)
@@ -413,7 +414,8 @@ class EpochSettings:
     def find_next_validation(self) -> None:
         """Find the number of batches after which validation or a scheduler with a monitored value may be due."""
         run = self.run
-        always = schedule.any_monitored(run, "step") or run.data.validation_schedule.per_batch
+        monitored = any(config.reduce_on_plateau and config.interval == "step" for config in run.schedulers)
+        always = monitored or run.data.validation_schedule.per_batch
         self.next_validation = 0 if always else run.data.validation_schedule.next_batch(run)
 
     def begin_batch(self, batch_idx: int, is_last: bool) -> None:
@@ -966,10 +968,6 @@ def _step_late(run: Run) -> None:
         finished = True
 
     _step_with_closure(run, progress.batch - 1, compute)
-
-
-def _enough(run: Run) -> bool:
-    return run.progress.global_step >= run.limits.max_steps or (run.limits.should_stop and run.limits.may_stop_early())
 
 
 def _say_why_finished(run: Run) -> None:

@@ -162,11 +162,6 @@ def step(run: Run, *, stepped: bool) -> None:
             _step_one(run, config, None)
 
 
-def any_monitored(run: Run, interval: str) -> bool:
-    """Return whether a scheduler steps on a monitored value at this interval."""
-    return any(config.reduce_on_plateau and config.interval == interval for config in run.schedulers)
-
-
 def step_on_monitored(run: Run, interval: str) -> None:
     """Step the schedulers that watch a value, once the value has been logged."""
     if not run.module.automatic_optimization:

@@ -178,8 +178,8 @@ def _machine() -> str:
 # -- messages
 
 
-def explain_missing(call: str, error: RuntimeError) -> None:
-    """Raise an error that names the processes which have left, if ``call`` failed because it needs them."""
+def explain_missing(error: RuntimeError) -> None:
+    """Raise an error that names the processes which have left, if a save failed because it needs them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     gone = list[int]()
@@ -192,8 +192,8 @@ def explain_missing(call: str, error: RuntimeError) -> None:
         verb = "has" if len(gone) == 1 else "have"
         raise make_error(
             RuntimeError,
-            f"{call} is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} {verb} ended the "
-            "program without it.",
+            f"Trainer.save_checkpoint() is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} "
+            f"{verb} ended the program without it.",
             fix="Call it on all processes.",
         ) from error
 

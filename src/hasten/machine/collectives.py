@@ -362,11 +362,6 @@ def lost_partner(error: BaseException) -> bool:
     return bool(error.__dict__.get("is_consequence")) or _is_of_connection(error, "gloo", "nccl")
 
 
-def _lost_connection(error: BaseException) -> bool:
-    """Return whether a connection to another process broke; other errors of a backend concern this process."""
-    return _is_of_connection(error, "broken pipe", "remote process")
-
-
 def _is_of_connection(error: BaseException, *words: str) -> bool:
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
@@ -385,7 +380,8 @@ def naming_who_ended() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _lost_connection(error):
+        # Other errors of a backend concern this process.
+        if not _is_of_connection(error, "broken pipe", "remote process"):
             agreement.publish_exit_error(error)
             raise
         if (why := agreement.find_dead_peer(_WORD_SECONDS)) is None:

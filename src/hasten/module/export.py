@@ -147,7 +147,7 @@ class ModelExport:
         tensorrt = need("torch_tensorrt", purpose="LightningModule.to_tensorrt()")
         module = self._as_module()
         inputs = self._inputs("to_tensorrt()", "input_sample", input_sample)
-        before = _device_of(module)
+        before = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         device = before if before.type == "cuda" else torch.device(default_device)
         with _evaluating(module):
             try:
@@ -182,10 +182,6 @@ class ModelExport:
         owner: Any = self._as_module()
         moved = owner._apply_batch_transfer_handler(owner._on_before_batch_transfer(given))
         return moved if isinstance(moved, tuple) else (moved,)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 @contextmanager

@@ -258,7 +258,8 @@ def _by_kernel(
     width, wide = query.size(2), value.size(2)
     dropout_p, causal, scale = (options[name] for name in ("dropout_p", "is_causal", "scale"))
     scale = width**-0.5 if scale is None else scale
-    flash = query.dtype != torch.float32 and width == wide <= _LARGEST_HEAD and _is_ampere(query.device)
+    is_ampere = (cuda_capability(query.device) or (8, 0)) >= (8, 0)
+    flash = query.dtype != torch.float32 and width == wide <= _LARGEST_HEAD and is_ampere
     if width % _MULTIPLE or wide % _MULTIPLE:
         query, key, value = (functional.pad(each, (0, -each.size(2) % _MULTIPLE)) for each in (query, key, value))
     places = cu_seqlens, cu_seqlens, longest, longest
@@ -273,10 +274,6 @@ def _by_kernel(
         )
         attended = found[0][0]
     return attended[..., :wide]
-
-
-def _is_ampere(device: torch.device) -> bool:
-    return (cuda_capability(device) or (8, 0)) >= (8, 0)
 
 
 @functools.cache

@@ -764,7 +764,8 @@ def _check_own_code(parts: list[nn.Module]) -> bool:
         steps = [getattr(kind, name, None) for name in ("forward", "training_step")]
         for function in functions_reached(steps, partial(_member, kind)):
             names = names_in(function)
-            found = found or {"attention", "context"} <= names or _calls_attention(function, names)
+            calls = any(function.__globals__.get(name) is attention for name in names)
+            found = found or {"attention", "context"} <= names or calls
             called = names & {"scaled_dot_product_attention", "flex_attention"}
             if called:
                 raise MisconfigurationException(
@@ -773,10 +774,6 @@ def _check_own_code(parts: list[nn.Module]) -> bool:
                     fix="Call hasten.strategies.context.attention instead: it takes the same arguments.",
                 )
     return found
-
-
-def _calls_attention(function: Any, names: frozenset[str]) -> bool:
-    return any(function.__globals__.get(name) is attention for name in names)
 
 
 def _member(kind: type, name: str) -> Any:

@@ -416,7 +416,7 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
     for pattern, style in plan.items():
         found = list(_matching(pattern, names))
         if not found:
-            generic = sorted({_generic(name) for name in names if name})
+            generic = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name})
             raise make_error(
                 ValueError,
                 f"plan={{{pattern!r}: ...}}: {type(model).__name__} has no module of this name.",
@@ -553,10 +553,6 @@ def _matching(pattern: str, names: list[str]) -> Iterator[str]:
         # Only an empty pattern matches the model itself, whose name is empty.
         if len(own) == len(tokens) and all(map(fnmatchcase, own, tokens)) and bool(name) == bool(pattern):
             yield name
-
-
-def _generic(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _some(names: list[str]) -> str:

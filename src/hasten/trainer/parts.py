@@ -225,7 +225,7 @@ def weights_for(
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks: first those that search, last those that save the states of all others in checkpoints."""
-    return sorted(callbacks, key=_turn)
+    return sorted(callbacks, key=lambda each: _saves(each) - hasattr(type(each), "SUPPORTED_MODES"))
 
 
 def folder_of_logs(trainer: Trainer) -> str:
@@ -270,10 +270,6 @@ def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
     for callback in trainer.callbacks:
         if not _saves(callback):
             callback.on_exception(trainer, trainer.lightning_module, error)  # type: ignore[arg-type]
-
-
-def _turn(callback: Callback) -> int:
-    return _saves(callback) - hasattr(type(callback), "SUPPORTED_MODES")
 
 
 def _saves(callback: Callback) -> bool:

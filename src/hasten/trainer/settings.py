@@ -62,18 +62,6 @@ def _one_if_none(value: float | None) -> int | float:
     return 1.0 if value is None else value
 
 
-def _switch_if_one(batches: int) -> int | bool:
-    return bool(batches) if batches < 2 else batches
-
-
-def _infinite_if_negative(steps: int) -> int | float:
-    return math.inf if steps == -1 else steps
-
-
-def _time_if_any(interval: Any) -> Any:
-    return interval.time if isinstance(interval, Period) and interval.time is not None else interval
-
-
 class TrainerSettings:
     """The arguments as attributes; assigned values are checked as in ``Trainer(...)``.
 
@@ -90,14 +78,19 @@ class TrainerSettings:
     min_epochs = Setting[int | None]("Epochs to train before a callback may stop the run.", settable=False)
     max_steps = Setting[int]("Optimizer steps to train; -1 for no limit.", settable=False)
     min_steps = Setting[int | None]("Optimizer steps to train before a callback may stop the run.", settable=False)
-    fast_dev_run = Setting[int]("Batches of a quick check; True for one, False when off.", convert=_switch_if_one)
+    fast_dev_run = Setting[int](
+        "Batches of a quick check; True for one, False when off.",
+        convert=lambda count: count if count > 1 else bool(count),
+    )
     log_every_n_steps = Setting[int]("Optimizer steps between two rows of the loggers.")
     val_check_interval = Setting[int | float | Duration](
-        "Batches, share of an epoch, optimizer steps or time between validations.", convert=_time_if_any
+        "Batches, share of an epoch, optimizer steps or time between validations.",
+        convert=lambda each: each.time if isinstance(each, Period) and each.time is not None else each,
     )
     check_val_every_n_epoch = Setting[int | None]("Epochs between validations.")
     num_sanity_val_steps = Setting[int | float](
-        "Validation batches run before training; infinite for all.", convert=_infinite_if_negative
+        "Validation batches run before training; infinite for all.",
+        convert=lambda steps: math.inf if steps == -1 else steps,
     )
     limit_train_batches = Setting(
         "Batches (int) or share (float) of the training data in an epoch.", convert=_one_if_none

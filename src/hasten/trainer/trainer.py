@@ -518,7 +518,7 @@ class Trainer(TrainerView):
                 written = from_hooks(checkpoint) if run.conventions.checkpoints_have_loops else checkpoint
                 self._runtime.save(filepath, written, storage_options=storage_options)
             except RuntimeError as error:
-                agreement.explain_missing("Trainer.save_checkpoint()", error)
+                agreement.explain_missing(error)
                 raise
         if aside is not None:
             run.observers.pace.end_checkpoint(aside, filepath, self.checkpoint_callbacks)

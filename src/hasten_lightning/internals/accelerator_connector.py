@@ -10,6 +10,7 @@ import torch
 from hasten import resolve
 from hasten.machine.devices import Accelerator, CUDAAccelerator, MPSAccelerator
 from hasten.precision.base import Precision
+from hasten.runtime import ReadOnly
 from hasten.seed import set_deterministic
 from hasten.strategies.base import Strategy
 from hasten.strategies.parallel import ParallelStrategy
@@ -73,25 +74,11 @@ class AcceleratorConnector:
 
     # -- the parts
 
-    @property
-    def accelerator(self) -> Accelerator:
-        return self._runtime.accelerator
-
-    @property
-    def strategy(self) -> Strategy:
-        return self._runtime.strategy
-
-    @property
-    def precision_plugin(self) -> Precision:
-        return self._runtime.precision
-
-    @property
-    def cluster_environment(self) -> ClusterEnvironment:
-        return self._runtime.cluster
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        return self._runtime.checkpoint_io
+    accelerator = ReadOnly["Accelerator"]("_runtime.accelerator", "The kind of device.")
+    strategy = ReadOnly["Strategy"]("_runtime.strategy", "How the model lives on the devices.")
+    precision_plugin = ReadOnly["Precision"]("_runtime.precision", "The floating-point format.")
+    cluster_environment = ReadOnly["ClusterEnvironment"]("_runtime.cluster", "What started the processes.")
+    checkpoint_io = ReadOnly["CheckpointIO"]("_runtime.checkpoint_io", "Writes and reads checkpoints.")
 
     @property
     def is_distributed(self) -> bool:
@@ -111,22 +98,14 @@ class AcceleratorConnector:
         devices: Any = self._given["devices"]
         return self.accelerator.parse_devices(len(self._parallel_devices) if devices in (None, "auto") else devices)
 
-    @property
-    def _parallel_devices(self) -> list[torch.device]:
-        return self.strategy.parallel_devices
-
-    @property
-    def _num_nodes_flag(self) -> int:
-        return self._runtime.num_nodes
+    _parallel_devices = ReadOnly["list[torch.device]"]("strategy.parallel_devices", "The devices of this machine.")
+    _num_nodes_flag = ReadOnly[int]("_runtime.num_nodes", "The number of machines.")
+    _precision_flag = ReadOnly[str]("precision_plugin.precision", "The name of the floating-point format.")
 
     @property
     def _strategy_flag(self) -> Strategy | str:
         given = self._given["strategy"]
         return self.strategy if given in (None, "auto") else given
-
-    @property
-    def _precision_flag(self) -> str:
-        return self.precision_plugin.precision
 
     @property
     def _precision_plugin_flag(self) -> Precision | None:

@@ -60,10 +60,8 @@ class Loop:
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
 
-    @property
-    def trainer(self) -> TrainerView:
-        """The Trainer that the loop belongs to."""
-        return self._trainer
+    trainer = ReadOnly["TrainerView"]("_trainer", "The Trainer that the loop belongs to.")
+    is_resuming = ReadOnly[bool]("restarting", "Whether the loop continues from a checkpoint.")
 
     @property
     def restarting(self) -> bool:
@@ -76,11 +74,6 @@ class Loop:
         for part in self._parts().values():
             if isinstance(part, Loop):
                 part.restarting = restarting
-
-    @property
-    def is_resuming(self) -> bool:
-        """Whether the loop continues from a checkpoint."""
-        return self.restarting
 
     def on_iteration_done(self) -> None:
         """Note that a batch is done: from here on the loop does not continue from a checkpoint."""
@@ -141,6 +134,7 @@ class LoopView(Loop):
     _called: frozenset[str] = frozenset()
 
     _arguments = ReadOnly["Arguments"]("_trainer._arguments", "The arguments of the Trainer.")
+    _hook = ReadOnly[str]("_trainer._logged.context.row.name", "The hook or step that runs now; empty outside of them.")
 
     def _change(self, name: str, value: Any) -> None:
         self._trainer._change(name, value)
@@ -155,11 +149,6 @@ class LoopView(Loop):
 
     def _parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
-
-    @property
-    def _hook(self) -> str:
-        """The hook or step that runs now; empty outside of them."""
-        return self._trainer._logged.context.row.name
 
     def __setattr__(self, name: str, value: Any) -> None:
         ours = hasattr(type(self), name)
