@@ -34,16 +34,7 @@ _PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0
 
 
 def require_torch_xla(purpose: str) -> None:
-    """Raise unless torch_xla is installed, in the version that fits torch.
-
-    Args:
-        purpose: what needs it, for the message.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-        ImportError: it was built for another torch.
-
-    """
+    """Raise unless torch_xla is installed, in the version that fits torch."""
     if not installed("torch_xla"):
         raise make_error(
             ModuleNotFoundError,

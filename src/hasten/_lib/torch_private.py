@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -30,6 +30,8 @@ from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+from hasten._lib.observers import set_during
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -366,8 +368,7 @@ def gradient_buckets(ddp: Any, *, alone: bool = False) -> list[list[int]] | None
     return [[int(number) for number in bucket.split()] for bucket in text.split(",")] if text else None
 
 
-@contextmanager
-def with_gradient_buckets(buckets: Sequence[Sequence[int]]) -> Iterator[None]:
+def with_gradient_buckets(buckets: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
     """Let a ``DistributedDataParallel`` that is made in the context begin with these messages, if they fit it."""
     own = _distributed._compute_bucket_assignment_by_size
 
@@ -377,11 +378,7 @@ def with_gradient_buckets(buckets: Sequence[Sequence[int]]) -> Iterator[None]:
         # DDP reverses both.
         return [list(bucket) for bucket in buckets][::-1], [limits[-1]] * len(buckets)
 
-    _distributed._compute_bucket_assignment_by_size = assigned
-    try:
-        yield
-    finally:
-        _distributed._compute_bucket_assignment_by_size = own
+    return set_during(_distributed, _compute_bucket_assignment_by_size=assigned)
 
 
 def registered_groups(mesh: Any) -> dict[str, Any]:

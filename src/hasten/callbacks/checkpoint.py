@@ -19,6 +19,7 @@ from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.names import defined_by_program, warn_of_mode, without_unknown
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import (
@@ -631,11 +632,8 @@ class ModelCheckpoint(Checkpoint):
             else:
                 # The file exists only to resume from it: it is removed once the resumed run has saved again.
                 self._unwanted = [*self._unwanted, path]
-            weights_only, self.save_weights_only = self.save_weights_only, False
-            try:
+            with set_during(self, save_weights_only=False):
                 self._save_checkpoint(trainer, path)
-            finally:
-                self.save_weights_only = weights_only
         rank_zero_info(f"Saved the run as {path}. To resume it, call fit with ckpt_path='last'.")
 
     @contextmanager

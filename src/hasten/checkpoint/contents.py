@@ -179,9 +179,6 @@ class WeightsOnly(ErrorWithFix, ValueError, KeyError):
 def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """Raise if an entry of a checkpoint is missing or has a wrong type.
 
-    Raises:
-        ValueError: an entry is missing or wrong; the message names the file and the entry.
-
     Example::
 
         >>> check_entries({"state_dict": {}, "epoch": 3}, "a.ckpt", training=False)

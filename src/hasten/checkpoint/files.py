@@ -293,7 +293,7 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
 
 
 @contextmanager
-def _set_in_context(variable: ContextVar[T], value: T) -> Iterator[None]:
+def set_in_context(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Return a context in which a variable has another value."""
     token = variable.set(value)
     try:
@@ -311,7 +311,7 @@ def mapped_tensors() -> AbstractContextManager[None]:
 
     Several processes on a machine that each need a part then have the file in memory once, in the system's cache.
     """
-    return _set_in_context(_mapped, True)
+    return set_in_context(_mapped, True)
 
 
 def _copied_if_small(tensor: Tensor) -> Tensor:
@@ -483,7 +483,7 @@ _locations: ContextVar[Mapping[int, str]] = ContextVar("locations", default=type
 
 def located_as(locations: Mapping[int, str]) -> AbstractContextManager[None]:
     """Write storages as if they were elsewhere: ``torch_private.identity_of(storage)`` -> ``location_tag``."""
-    return _set_in_context(_locations, locations)
+    return set_in_context(_locations, locations)
 
 
 _BUFFER_BYTES = 1 << 16
@@ -759,7 +759,7 @@ def hyper_parameters_left_out() -> AbstractContextManager[None]:
 
     Elsewhere in a file objects are still refused.
     """
-    return _set_in_context(_leaves_out, True)
+    return set_in_context(_leaves_out, True)
 
 
 def _read_by_name(

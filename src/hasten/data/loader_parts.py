@@ -217,12 +217,7 @@ def check_dataloader(
     iteration: bool = True,
     numbered: bool = False,
 ) -> None:
-    """Check that hasten can change how ``loader`` makes its batches; the flags say what has to be as usual.
-
-    Raises:
-        TypeError: it is not such a loader.
-
-    """
+    """Check that hasten can change how ``loader`` makes its batches; the flags say what has to be as usual."""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         problem, advice = f"is a {kind}, whose batches are made elsewhere", "Give a DataLoader"

@@ -177,10 +177,6 @@ def check_steps(run: Run) -> None:
     """Check at the end of a run that all processes made as many steps, and warn of schedulers that made none.
 
     ``agree_on_end`` compares the processes before each epoch.
-
-    Raises:
-        RuntimeError: they did not.
-
     """
     # Steps that hasten takes itself happen on all processes.
     if run.module.automatic_optimization:

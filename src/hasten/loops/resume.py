@@ -17,6 +17,7 @@ from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.files import modified
 from hasten._lib.names import defined_by_program
+from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to, parameters_of
 from hasten.arguments import Arguments
@@ -371,18 +372,8 @@ def _after_exception(run: Run) -> AbstractContextManager[None]:
         f"A checkpoint is saved after an exception in batch {progress.batch} of epoch {progress.epoch + 1}; a run "
         f"resumed from it repeats that batch, but {why}, so what the batch had already done is applied twice."
     )
-    return _epoch_has_begun(run)
-
-
-@contextmanager
-def _epoch_has_begun(run: Run) -> Iterator[None]:
-    """Have the epoch not begin again, if it ended in its first batch."""
-    progress = run.progress
-    was_begun, progress.begun = progress.begun, True
-    try:
-        yield
-    finally:
-        progress.begun = was_begun
+    # The epoch does not begin again, if it ended in its first batch.
+    return set_during(progress, begun=True)
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:

@@ -292,13 +292,7 @@ class StageData:
         return self.load()[0]
 
     def refuse_empty(self, name: str, *, is_last: bool) -> None:
-        """Raise for training data that had no batch to give, and will have none; warn if later epochs may have some.
-
-        Args:
-            name: what to call it in the message.
-            is_last: whether no later epoch can have any, or would be without end.
-
-        """
+        """Raise for training data that had no batch to give, and will have none; warn if later epochs may have some."""
         if self._allows_empty():
             return
         loader = self.stream.loader

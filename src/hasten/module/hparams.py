@@ -15,7 +15,7 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -55,14 +55,9 @@ ALLOWED_INSTANTIATORS = {_CONFIG_READER, "pytorch_lightning.cli.instantiate_modu
 _CONFIGURED: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("configured", default=None)
 
 
-@contextmanager
-def made_from_config(kind: type, config: dict[str, Any]) -> Iterator[None]:
+def made_from_config(kind: type, config: dict[str, Any]) -> AbstractContextManager[None]:
     """Return a context in which ``save_hyperparameters`` of a new ``kind`` keeps ``config``, not the objects."""
-    token = _CONFIGURED.set((kind, {**config, INSTANTIATOR: _CONFIG_READER}))
-    try:
-        yield
-    finally:
-        _CONFIGURED.reset(token)
+    return files.set_in_context(_CONFIGURED, (kind, {**config, INSTANTIATOR: _CONFIG_READER}))
 
 
 if TYPE_CHECKING:

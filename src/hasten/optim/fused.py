@@ -131,12 +131,7 @@ def unwrapped(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_dense(optimizer: Optimizer, modules: Iterable[nn.Module], owner: str) -> None:
-    """Refuse to fuse the step of parameters whose gradients are sparse, before it fails.
-
-    Raises:
-        ValueError: a layer of ``modules`` has sparse gradients.
-
-    """
+    """Refuse to fuse the step of parameters whose gradients are sparse, before it fails."""
     trained = {id(parameter) for parameter in parameters_of(optimizer)}
     for module in modules:
         for name, layer in module.named_modules():

@@ -138,12 +138,7 @@ def _sides(layer: Any) -> list[int]:
 
 
 def check_float8(device: torch.device, precision: str = "fp8") -> None:
-    """Check that a device multiplies 8-bit floats.
-
-    Raises:
-        ValueError: it does not; the message suggests the nearest precision.
-
-    """
+    """Check that a device multiplies 8-bit floats."""
     instead = "Use precision='bf16-mixed'."
     if not is_cuda(device):
         raise make_error(

@@ -419,16 +419,7 @@ class Sharding(StrategyPart):
         return True
 
     def require_whole(self, owner: str, why: str, fix: str) -> None:
-        """Raise if processes hold parts of parameters, with which ``owner`` cannot work.
-
-        Args:
-            owner: the feature that needs whole parameters, for the message.
-            why: why, and what to write.
-
-        Raises:
-            MisconfigurationException: parameters are sharded.
-
-        """
+        """Raise if processes hold parts of parameters, with which ``owner`` cannot work."""
 
     def without_gradients(self) -> torch.inference_mode | torch.no_grad:
         """Return inference mode where this process computes alone, else ``torch.no_grad``."""
@@ -613,24 +604,14 @@ class StepEngine(StrategyPart):
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
 
     def refuse_outside(self, problem: str, advice: str) -> None:
-        """Raise where gradients are averaged over processes, and only those of the module.
-
-        Raises:
-            MisconfigurationException: gradients are averaged.
-
-        """
+        """Raise where gradients are averaged over processes, and only those of the module."""
         if self.exchanges:
             raise MisconfigurationException(
                 f"{problem}, so their gradients would not be averaged over the processes.", fix=advice
             )
 
     def require_alone(self, owner: str, advice: str) -> None:
-        """Raise if processes wait for each other in a forward: one that runs out of memory would not reach it.
-
-        Raises:
-            MisconfigurationException: processes exchange parts of the model.
-
-        """
+        """Raise if processes wait for each other in a forward: one that runs out of memory would not reach it."""
         if not self.computes_alone:
             raise MisconfigurationException(
                 f"{owner}: with strategy={self.strategy.name!r} the processes exchange parts of the model inside a "
@@ -639,12 +620,7 @@ class StepEngine(StrategyPart):
             )
 
     def require_own_parameters(self, owner: str, why: str, fix: str) -> None:
-        """Raise if an engine steps copies of the parameters, with which ``owner`` cannot work.
-
-        Raises:
-            MisconfigurationException: an engine steps.
-
-        """
+        """Raise if an engine steps copies of the parameters, with which ``owner`` cannot work."""
         if self.owns_step:
             raise MisconfigurationException(f"{owner} and strategy={self.strategy.name!r}: {why}", fix=fix)
 

@@ -159,14 +159,9 @@ class ContextSplit:
         """Undo what ``prepare`` has changed."""
         self._undo.close()
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Let attention span the group: around forward and backward, or around a whole run."""
-        _active.append(self)
-        try:
-            yield
-        finally:
-            _active.pop()
+        return _attending_over(self)
 
     def split(self, batch: Batch) -> Batch:
         """Return the part of a batch that belongs to this process; see ``split_batch``.
@@ -272,7 +267,15 @@ def _weighed(loss: Tensor, weight: Tensor | float) -> Tensor:
 
 
 @contextmanager
-def whole_sequences() -> Iterator[None]:
+def _attending_over(split: ContextSplit | None) -> Iterator[None]:
+    _active.append(split)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def whole_sequences() -> AbstractContextManager[None]:
     """Compute whole sequences in each process: for text that a callback generates during a run.
 
     Example::
@@ -282,11 +285,7 @@ def whole_sequences() -> Iterator[None]:
         0
 
     """
-    _active.append(None)
-    try:
-        yield
-    finally:
-        _active.pop()
+    return _attending_over(None)
 
 
 def first_position(length: int) -> int:

@@ -171,12 +171,7 @@ class DTensorSharding(DividedSharding):
         self.strategy.equal_generators()
 
     def check_batch(self, batch: object) -> None:
-        """Compare the first batch of a pass between processes that must read the same.
-
-        Raises:
-            RuntimeError: they read different batches.
-
-        """
+        """Compare the first batch of a pass between processes that must read the same."""
         import torch.distributed as dist
 
         group = self.strategy.group_alike

@@ -126,14 +126,7 @@ def cli_lightning_logo() -> None:
 def full_state_dict_context(
     module: torch.nn.Module, world_size: int, rank0_only: bool = True
 ) -> AbstractContextManager[Any]:
-    """Return a context in which a module of torch's first FSDP has whole tensors in its ``state_dict``, on the CPU.
-
-    Args:
-        module: the module.
-        world_size: not read.
-        rank0_only: fill it on the first process only.
-
-    """
+    """Return a context in which a module of torch's first FSDP has whole tensors in its ``state_dict``, on the CPU."""
     from torch.distributed.fsdp import (
         FullOptimStateDictConfig,
         FullStateDictConfig,

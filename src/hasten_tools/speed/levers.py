@@ -112,12 +112,7 @@ class Lever:
         return max(self.safety, Safety.OTHER_DRAWS) if redraws else self.safety
 
     def keeps_first_batch(self, facts: Facts) -> bool:
-        """Return whether the first batch is computed as without the speed-up, apart from random draws.
-
-        Args:
-            facts: about device, model and data.
-
-        """
+        """Return whether the first batch is computed as without the speed-up, apart from random draws."""
         redraws_samples = self.redraws == "samples" and facts.get("samples_draw", True)
         return self.safety.keeps_batches and not redraws_samples
 
@@ -370,9 +365,6 @@ _WAITS = 0.2
 
 def waits_for_data(facts: Facts) -> bool:
     """Return whether a program spends much of its time waiting for batches.
-
-    Args:
-        facts: with "parts": seconds of a step by where they go.
 
     Example::
 

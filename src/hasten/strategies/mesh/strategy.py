@@ -330,12 +330,7 @@ class MeshStrategy(ParallelStrategy):
             )
 
     def _make_pipeline(self, schedule: str, split: Sequence[str] | None, micro_batches: int | None) -> None:
-        """Make what computes steps in stages.
-
-        Raises:
-            ValueError: another argument does not go with it.
-
-        """
+        """Make what computes steps in stages."""
         from hasten.strategies.mesh.pipeline import Pipeline
         from hasten.strategies.mesh.staged import StagedEngine, StagedSharding, StagedState
 
