@@ -340,7 +340,7 @@ class ModelAverage:
         They are looked up by name in each update, since programs assign new ones to their buffers.
         """
         self._slots, seen = [], set()
-        for path, part, tensors in _tables(self._module):
+        for path, part in self._module.named_modules():
             before = self._names.get(path)
             if before is not None and part._parameters.keys() != set(before):
                 raise make_error(
@@ -349,11 +349,11 @@ class ModelAverage:
                     f"{before} when the average was made.",
                     fix="Make all parameters before training; pruning and averaging cannot be combined.",
                 )
-            for name, tensor in tensors.items():
-                if id(tensor) not in seen:
-                    if tensor is not None:
-                        seen.add(id(tensor))
-                    self._slots.append((tensors, name, f"{path}.{name}".lstrip(".")))
+        for path, tensors, name, tensor in _entries(self._module):
+            if id(tensor) not in seen:
+                if tensor is not None:
+                    seen.add(id(tensor))
+                self._slots.append((tensors, name, path))
 
     @torch.no_grad()
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -397,32 +397,27 @@ def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextMa
     # Keyed by the tensor: several parts may share one.
     stand_ins: dict[int, Tensor] = {}
     entries: list[tuple[dict[str, Any], str, Tensor]] = []
-    for path, _, tensors in _tables(module):
-        for name, tensor in tensors.items():
-            value = values.get(f"{path}.{name}".lstrip("."))
-            if tensor is not None and value is not None and id(tensor) not in stand_ins:
-                stand_ins[id(tensor)] = as_shard(value, tensor)
-            if id(tensor) in stand_ins:
-                entries.append((tensors, name, stand_ins[id(tensor)]))
+    for path, tensors, name, tensor in _entries(module):
+        value = values.get(path)
+        if tensor is not None and value is not None and id(tensor) not in stand_ins:
+            stand_ins[id(tensor)] = as_shard(value, tensor)
+        if id(tensor) in stand_ins:
+            entries.append((tensors, name, stand_ins[id(tensor)]))
     return showing(entries)
 
 
-def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Yield (name of a part, the part, its parameters or its buffers)."""
+def _entries(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor | None]]:
+    """Yield (name in the module, parameters or buffers of a part, name there, tensor)."""
     for path, part in module.named_modules():
-        yield path, part, part._parameters
-        yield path, part, part._buffers
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                yield f"{path}.{name}".lstrip("."), tensors, name, tensor
 
 
 @torch.no_grad()
 def _copies(module: nn.Module) -> dict[str, Tensor]:
     """Return copies in main memory of the tensors of a module, or of the parts of them that this process holds."""
-    named = {
-        f"{path}.{name}".lstrip("."): tensor
-        for path, _, tensors in _tables(module)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
+    named = {path: tensor for path, _, _, tensor in _entries(module) if tensor is not None}
     once = {id(tensor): name for name, tensor in reversed(named.items())}
     return {name: local_part(named[name]).detach().to("cpu", copy=True) for name in once.values()}
 

@@ -258,8 +258,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Hooks | 
     if not progress.post_batch_done:
         validate_if_due(run)
         epoch.find_next_validation()
-    enough = progress.global_step >= limits.max_steps or (limits.should_stop and limits.may_stop_early())
-    if progress.last_batch or enough:
+    if progress.last_batch or _enough(run):
         return
 
     batches = run.observers.stalls.watched(run, batches)
@@ -968,6 +967,10 @@ def _step_late(run: Run) -> None:
         finished = True
 
     _step_with_closure(run, progress.batch - 1, compute)
+
+
+def _enough(run: Run) -> bool:
+    return run.progress.global_step >= run.limits.max_steps or (run.limits.should_stop and run.limits.may_stop_early())
 
 
 def _say_why_finished(run: Run) -> None:

@@ -136,8 +136,9 @@ def check_program(parser: Parser, given: argparse.Namespace) -> None:
 def program_words(parser: Parser, given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Return the words that run a program: its file or ``-m`` and its module, and its arguments.
 
-    Ends this process with an error if the program does not exist.
+    Ends this process with an error if none is named, or if it does not exist.
     """
+    check_program(parser, given)
     if given.module is not None:
         find_module(given.module, parser)
         return ["-m", given.module, *rest]

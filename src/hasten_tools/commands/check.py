@@ -22,7 +22,6 @@ def main(arguments: Sequence[str]) -> int:
     """Check a program; return the exit code."""
     parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
-    run.check_program(parser, given)
     words = run.program_words(parser, given, rest)
     try:
         if given.json is not None:

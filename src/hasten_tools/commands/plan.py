@@ -22,7 +22,6 @@ def main(arguments: Sequence[str]) -> int:
     """Plan a program; return the exit code."""
     parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
-    run.check_program(parser, given)
     words = run.program_words(parser, given, rest)
 
     from hasten_tools.plan.planner import PlanError

@@ -397,7 +397,7 @@ class UseReader:
         if verb != "fit":
             if not given & {"dataloaders", "datamodule"}:
                 use.without_data.add(verb)
-            if "model" not in given or ("model" in call.named and _gives_none(call.named["model"])):
+            if "model" not in given or _is_none(call, "model"):
                 use.without_model.add(verb)
             verbose = call.named.get("verbose")
             if verb != "predict" and not (isinstance(verbose, ast.Constant) and verbose.value is False):
@@ -526,6 +526,10 @@ def _only_value(source: Source, name: str) -> ast.expr | None:
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 assigned.append(node.value)
     return assigned[0] if len(assigned) == 1 else None
+
+
+def _is_none(call: ProgramCall, name: str) -> bool:
+    return name in call.named and _gives_none(call.named[name])
 
 
 def _assigns(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
