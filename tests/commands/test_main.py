@@ -41,6 +41,12 @@ from hasten.commands import commands, main
         ("migrate", "DIR"),
         ("migrate nowhere", "'nowhere' does not exist"),
         ("migrate --dryrun .", "Did you mean '--dry-run'?"),
+        ("run", "name a program: hasten run train.py"),
+        ("launch --procs 0 train.py", "argument --procs/--nproc-per-node/"),
+        ("check --json nowhere/found.json train.py", "argument --json: the folder nowhere does not exist."),
+        ("plan --json nowhere/found.json train.py", "argument --json: the folder nowhere does not exist."),
+        ("advise --png nowhere/found.png train.py", "argument --png: the folder nowhere does not exist."),
+        ("report -o nowhere/report.html .", "argument -o/--output: the folder nowhere does not exist."),
     ],
 )
 def test_wrong_words_are_answered_with_the_right_one(
@@ -49,7 +55,8 @@ def test_wrong_words_are_answered_with_the_right_one(
     with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_a_file_to_migrate_that_is_not_there(

@@ -98,7 +98,7 @@ def test_rows_are_written_as_json_and_errors_give_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("")
-    target = tmp_path / "new" / "check.json"
+    target = tmp_path / "check.json"
     words = ["--json", str(target), str(tmp_path / "train.py"), "--lr", "1"]
     for rows, code in ((ROWS, 1), (ROWS[:2], 0)):
         monkeypatch.setattr(command, "check_program", lambda run, shown, rows=rows: CheckReport(list(rows), shown))
@@ -107,9 +107,8 @@ def test_rows_are_written_as_json_and_errors_give_the_exit_code(
     content = json.loads(target.read_text())
     assert content["ok"] is True
     assert content["rows"][1]["line"] == "f(x)"
-    target.parent.joinpath("file").write_text("")
-    assert command.main(["--json", str(target.parent / "file" / "x.json"), str(tmp_path / "train.py")]) == 1
-    assert capsys.readouterr().err.startswith("hasten check: ")
+    assert command.main(["--json", str(tmp_path), str(tmp_path / "train.py")]) == 1
+    assert "hasten check: " in capsys.readouterr().err
 
 
 # -- the report

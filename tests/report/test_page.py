@@ -92,9 +92,9 @@ def test_a_page_says_what_is_known_and_what_to_do(tmp_path: Path, capsys: pytest
     text = text_of(html)
     for words in (
         "Completed", "Best val_loss 0.125 after 40 steps", "Steps 40", "Samples/s 32", "Tokens/s 3,200",
-        "Useful tokens 50%", "MFU 25.0%", "Waiting for data 40%", "Device memory 1 GiB", "Parameters 1.2 M",
+        "Useful tokens 50%", "MFU 25.0%", "Waiting for data 40%", "Device memory 1.07 GB", "Parameters 1.2 M",
         "Waiting for data takes 40% of the time. Trainer(num_workers=\"auto\")",
-        "50% of the tokens are padding. Trainer(packed=True)", "Forward 20.0 %", "5 MiB", "3 \u00d7", "last.ckpt",
+        "50% of the tokens are padding. Trainer(packed=True)", "Forward 20.0 %", "5.24 MB", "3 \u00d7", "last.ckpt",
         "2 x H100", "with uncommitted changes", "L.Trainer(precision='bf16')", "1.5x", "cut off",
         "Starts and resumes", EVIL,
     ):  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_still_being_written_when_it_was_noted_has_its_siz
     line = {"kind": "checkpoint", "time": 1041, "step": 39, "epoch": 1, "path": str(folder / "a.ckpt"), "seconds": 0.1}
     with (folder / "run.jsonl").open("a") as lines:
         lines.write(json.dumps({**line, "bytes": None, "monitor": None, "best": False}) + "\n")
-    assert "3 MiB" in text_of(page.render([read_run(folder)]))
+    assert "3.15 MB" in text_of(page.render([read_run(folder)]))
 
 
 def test_runs_side_by_side_say_what_changed(tmp_path: Path) -> None:
@@ -150,8 +150,6 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path)]) == 0
     assert "no lines yet" in capsys.readouterr().err
     assert "Nothing was logged" in text_of((tmp_path / "report.html").read_text())
-    assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "no" / "a.html")]) == 1
-    assert "does not exist" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "a.pdf")]) == 1
     assert "ends in .html" in capsys.readouterr().err
     (tmp_path / "empty" / "run.jsonl").unlink()

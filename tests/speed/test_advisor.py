@@ -98,6 +98,7 @@ def unpicklable() -> planted.Sleeper:
         ({"model": planted.Broken()}, RuntimeError, "cannot be measured: KeyError: 'no such column'"),
         ({"model": unpicklable()}, TypeError, r"the model cannot be sent.*hasten advise program\.py"),
         ({"given": ["compil"]}, ValueError, "Did you mean 'compile'"),
+        ({"given": ["fused"]}, ValueError, "Did you mean 'fused optimizer'"),
         ({"given": [3]}, TypeError, "names of speed-ups"),
         ({"given": [planted.LIAR, planted.LIAR]}, ValueError, "twice"),
         ({"rounds": 0}, ValueError, "rounds=0"),

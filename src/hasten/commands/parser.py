@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -66,6 +67,10 @@ class Parser(argparse.ArgumentParser):
             self._unknown(unknown[0])
         return found
 
+    def error(self, message: str) -> NoReturn:
+        """End the program with code 2 and one line; argparse's own texts do not say where the options are listed."""
+        self.exit(2, f"{self.prog}: error: {message}{'' if message[-1] in '.?' else f'. See {self.prog} --help.'}\n")
+
     def _unknown(self, word: str) -> NoReturn:
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}: see {self.prog} --help.")
@@ -76,15 +81,13 @@ class Parser(argparse.ArgumentParser):
         longer = next((each for each in known if each.startswith(bare)), None)
         found = self._elsewhere.get(bare) or longer or nearest(bare, known)
         hint = f" Did you mean '--{found}'?" if found else ""
-        if hint:
-            self.exit(2, f"{self.prog}: error: unknown option {name}.{hint} See {self.prog} --help.\n")
-        self.error(f"unknown option {name}. See {self.prog} --help.")
+        self.error(f"unknown option {name}.{hint} See {self.prog} --help.")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         choices = [] if action.choices is None else [str(choice) for choice in action.choices]
         if choices and value not in choices and (hint := did_you_mean(str(value), choices)):
             given = action.metavar or "/".join(action.option_strings) or action.dest
-            self.exit(2, f"{self.prog}: error: {given} {value!r} is unknown.{hint}\n")
+            self.error(f"{given} {value!r} is unknown.{hint}")
         super()._check_value(action, value)
 
 
@@ -96,6 +99,21 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def new_file(text: str) -> Path:
+    """An argument that is a file to write, in a folder that exists.
+
+    Example::
+
+        >>> new_file("found.json").name
+        'found.json'
+
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist.")
+    return path
 
 
 def whole(smallest: int) -> Callable[[str], int]:

@@ -155,3 +155,19 @@ def process_has_ended(number: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
         return os.path.isdir("/proc/self")
+
+
+def bytes_text(count: float) -> str:
+    """Return bytes as text, in powers of 1000 as vendors count memory.
+
+    Example::
+
+        >>> bytes_text(80_000_000_000), bytes_text(1_500), bytes_text(12)
+        ('80 GB', '1.5 KB', '12 B')
+
+    """
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hasten.commands.parser import Option, Parser, positive, whole
+from hasten.commands.parser import Option, Parser, new_file, positive, whole
 from hasten_lightning.commands import run
 
 if TYPE_CHECKING:
@@ -41,11 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     from hasten_tools.speed.advisor import AdviceError, Program, measure
     from hasten_tools.speed.races import Plan
 
-    folders = [path.parent for path in (given.json, given.png) if path is not None]
     try:
-        # Errors come before the measuring, not after it.
-        for folder in [*folders, *([given.out] if given.out is not None else [])]:
-            folder.mkdir(parents=True, exist_ok=True)
+        if given.out is not None:
+            # Errors come before the measuring, not after it.
+            given.out.mkdir(parents=True, exist_ok=True)
         if given.png is not None or given.out is not None:
             need("matplotlib.figure", purpose=CHART)
         alone, seconds = given.alone, (given.budget, given.timeout)
@@ -103,8 +102,8 @@ _OPTIONS: list[Option] = [
     ("--budget", "S", positive, "seconds for everything, imports included; the best speed-ups come first; default: 90"),
     ("--verbose", "", None, "print every speed-up with all figures and reasons, also those that do not apply"),
     ("--timeout", "S", positive, "seconds for the program to start, a speed-up to prepare, or a turn; default: 900"),
-    ("--json", "FILE", Path, "write everything measured"),
-    ("--png", "FILE", Path, "draw a bar chart"),
+    ("--json", "FILE", new_file, "write everything measured"),
+    ("--png", "FILE", new_file, "draw a bar chart"),
     ("--out", "FOLDER", Path, "write table, JSON and chart"),
 ]
 

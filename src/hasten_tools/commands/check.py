@@ -7,10 +7,9 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hasten.commands.parser import Parser
+from hasten.commands.parser import Parser, new_file
 from hasten_lightning.commands import run
 
 if TYPE_CHECKING:
@@ -24,9 +23,6 @@ def main(arguments: Sequence[str]) -> int:
     given, rest = run.parse_program(parser, arguments)
     words = run.program_words(parser, given, rest)
     try:
-        if given.json is not None:
-            # Errors come before the check, not after it.
-            given.json.parent.mkdir(parents=True, exist_ok=True)
         report = check_program(lambda: run.main(words), shown=words[-1 - len(rest)])
         report.show()
         if given.json is not None:
@@ -49,7 +45,7 @@ def make_parser() -> Parser:
             "error."
         ),
     )
-    parser.add_options([("--json", "FILE", Path, "also write the rows")])
+    parser.add_options([("--json", "FILE", new_file, "also write the rows")])
     run.add_program(parser)
     return parser
 

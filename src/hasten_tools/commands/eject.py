@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hasten.commands.parser import Parser
+from hasten.commands.parser import Parser, new_file
 from hasten.extend.frames import caller, first_outside
 from hasten_lightning.commands import run
 from hasten_tools.eject.source import PACKAGES, EjectError
@@ -20,23 +20,20 @@ from hasten_tools.eject.source import PACKAGES, EjectError
 def main(arguments: Sequence[str]) -> int:
     """Eject a program; return the exit code."""
     parser = make_parser()
-    words, output = list(arguments), None
+    words = list(arguments)
     if len(words) >= 3 and words[-2] in ("-o", "--output"):
         # Where people write it: after the program and its arguments.
-        words, output = words[:-2], Path(words[-1])
+        words = [*words[-2:], *words[:-2]]
     given, rest = run.parse_program(parser, words)
-    output = given.output or output
     if given.module is not None:
         parser.error(f"-m {given.module}: name its file, of which the plain program is made.")
     run.check_program(parser, given)
-    path = Path(given.program)
+    path, output = Path(given.program), given.output
     source = run.read_source(path, parser)
     if source is None:
         parser.error(f"{path} is not a Python file. Name the file that calls Trainer.fit.")
     if output is not None and output.resolve() == path.resolve():
         parser.error(f"-o {output} is the program itself. Name another file.")
-    if output is not None and not output.parent.is_dir():
-        parser.error(f"-o {output}: the folder {output.parent} does not exist.")
     try:
         text = eject_program(path, source.decode("utf-8-sig"), rest)
         several = "DistributedDataParallel(" in text
@@ -62,7 +59,7 @@ def make_parser() -> Parser:
             "-o stands before PROGRAM or after its arguments."
         ),
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there instead of printing it")
+    parser.add_argument("-o", "--output", type=new_file, metavar="FILE", help="write it there instead of printing it")
     run.add_program(parser)
     return parser
 

@@ -7,10 +7,9 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hasten.commands.parser import Option, Parser, positive, whole
+from hasten.commands.parser import Option, Parser, new_file, positive, whole
 from hasten_lightning.commands import run
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ def main(arguments: Sequence[str]) -> int:
         mesh=given.mesh, speeds=_speeds(given.bandwidth, given.tflops),
     )  # fmt: skip
     try:
-        if given.json is not None:
-            # Errors come before the planning, not after it.
-            given.json.parent.mkdir(parents=True, exist_ok=True)
         found = plan_program(question, lambda: run.main(words))
         print(found.table())
         if given.json is not None:
@@ -112,7 +108,7 @@ _OPTIONS: list[Option] = [
         positive,
         "TFLOP/s of a device in training, to estimate seconds; with --mesh auto 400",
     ),
-    ("--json", "FILE", Path, "write everything found"),
+    ("--json", "FILE", new_file, "write everything found"),
 ]
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.commands.parser import Parser
+from hasten.commands.parser import Parser, new_file
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,8 +23,6 @@ def main(arguments: Sequence[str]) -> int:
             output = folder / "report.html" if len(options.runs) == 1 else Path("report.html")
         if output.is_dir():
             output /= "report.html"
-        if not output.parent.is_dir():
-            raise ValueError(f"-o {options.output}: the folder {output.parent} does not exist.")
         if output.suffix not in (".html", ".htm"):
             raise ValueError(f"-o {options.output}: use a name that ends in .html.")
         if options.follow:
@@ -53,7 +51,7 @@ def make_parser() -> Parser:
         help="folder of a run, such as lightning_logs/version_0, or above runs: the newest counts",
     )  # fmt: skip
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
+        "-o", "--output", type=new_file, metavar="FILE",
         help="the page (default: report.html in the folder of the run; of several runs, here)",
     )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="write it again while the run continues, until it ends")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten._lib.errors import make_error
+from hasten.machine.host import bytes_text
 from hasten.report.tables import aligned
 from hasten.strategies.mesh.sizes import MeshSizes
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
@@ -270,24 +271,26 @@ class FitPlan:
             ["parameters", f"{found.parameters:,}{trained}"],
             ["local shard", f"{found.local_elements:,} elements, {share:.2%}"],
             [""],
-            ["weights", size(found.weights)],
-            ["gradients", size(found.gradients)],
-            ["optimizer states", size(found.optimizer)],
+            ["weights", bytes_text(found.weights)],
+            ["gradients", bytes_text(found.gradients)],
+            ["optimizer states", bytes_text(found.optimizer)],
         ]
         if found.buffers:
-            facts.append(["buffers", size(found.buffers)])
+            facts.append(["buffers", bytes_text(found.buffers)])
         rest = {
             name: found.peak_parts[name]
             for name in CATEGORIES
             if name not in (*KEPT, "buffers") and found.peak_parts.get(name)
         }
-        facts += [[name, f"{size(count)} at the peak"] for name, count in rest.items()]
-        facts.append(["peak", size(found.on_device) + self._verdict()])
+        facts += [[name, f"{bytes_text(count)} at the peak"] for name, count in rest.items()]
+        facts.append(["peak", bytes_text(found.on_device) + self._verdict()])
         if found.cpu_offload:
             per_node = found.on_host * (self.devices // self.nodes)
-            facts.append(["on the host", f"{size(found.on_host)} a process, {size(per_node)} a machine"])
+            facts.append(["on the host", f"{bytes_text(found.on_host)} a process, {bytes_text(per_node)} a machine"])
         if self.stages:
-            facts.append(["peak by stage", ", ".join(f"{size(peak)} (process {r})" for r, peak in self.stages.items())])
+            facts.append(
+                ["peak by stage", ", ".join(f"{bytes_text(peak)} (process {r})" for r, peak in self.stages.items())]
+            )
             waits = "less than with other schedules" if found.idle is None else f"{found.idle:.1%} of a step"
             facts.append(["idle", f"{waits}, if all stages take the same time"])
         yield from aligned(facts, [22, 0])
@@ -299,8 +302,8 @@ class FitPlan:
             rows = [["sent in a step", *heads]]
             for name, (calls, payload, ring) in sorted(found.sent.items()):
                 parts = found.links.get(name, ())
-                ends = [size(sum(part[end] for part in parts)) for end in (0, 1)]
-                rows.append([name, f"{calls:,}", size(payload), size(ring), *ends])
+                ends = [bytes_text(sum(part[end] for part in parts)) for end in (0, 1)]
+                rows.append([name, f"{calls:,}", bytes_text(payload), bytes_text(ring), *ends])
             yield from aligned(rows, [18, 8, 12, 26, 20, 20], right_from=1)
         if self.bandwidth is not None:
             yield ""
@@ -325,7 +328,7 @@ class FitPlan:
             if mesh.measured is None or mesh.seconds is None or mesh.computing is None:
                 unplanned.setdefault(mesh.reason, []).append(mesh.line)
                 continue
-            peak, fits = size(mesh.measured.on_device), mesh.measured.fits(self.memory)
+            peak, fits = bytes_text(mesh.measured.on_device), mesh.measured.fits(self.memory)
             idle = f" ({mesh.measured.idle:.0%} idle)" if mesh.measured.idle else ""
             costs = duration(mesh.seconds), duration(mesh.computing) + idle, duration(mesh.seconds_for_all)
             rows.append([mesh.line, peak, *costs, {True: "yes", False: "no", None: "?"}[fits]])
@@ -344,7 +347,7 @@ class FitPlan:
         if self.memory is None:
             return ""
         word = "fits into" if self.fits else "does not fit into"
-        return f": {word} {USABLE:.0%} of {size(self.memory)}"
+        return f": {word} {USABLE:.0%} of {bytes_text(self.memory)}"
 
     def _changes(self) -> Iterator[str]:
         fitting = [change for change in self.changes if change.measured and change.measured.fits(self.memory)]
@@ -357,8 +360,8 @@ class FitPlan:
 def _outcome(change: Change) -> str:
     if change.measured is None:
         return f"not planned: {change.reason}"
-    host = f", and {size(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
-    return f"peak {size(change.measured.on_device)}{host}"
+    host = f", and {bytes_text(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
+    return f"peak {bytes_text(change.measured.on_device)}{host}"
 
 
 def duration(seconds: float) -> str:
@@ -371,22 +374,6 @@ def duration(seconds: float) -> str:
 
     """
     return f"{seconds * 1000:.3g} ms" if 0 < seconds < 1 else f"{seconds:.3g} s"
-
-
-def size(count: float) -> str:
-    """Return bytes as text, in powers of 1000 as vendors count memory.
-
-    Example::
-
-        >>> size(80_000_000_000), size(1_500), size(12)
-        ('80 GB', '1.5 KB', '12 B')
-
-    """
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
 
 
 def parse_size(text: str) -> int:

@@ -9,9 +9,8 @@ import torch
 
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.tree import leaves, parameters_of
-from hasten.machine.host import available_memory_bytes
+from hasten.machine.host import available_memory_bytes, bytes_text
 from hasten_tools.preflight.loaders import sample_count
-from hasten_tools.preflight.monitors import amount
 from hasten_tools.preflight.report import Rows
 
 if TYPE_CHECKING:
@@ -30,9 +29,9 @@ def check_memory(run: Run, seen: Observations, rows: Rows) -> None:
     if is_cuda(device):
         peak, total = torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[1]
         others = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
-        text = f"{amount(peak)} of {amount(total)} at the peak of {seen.trained} steps"
+        text = f"{bytes_text(peak)} of {bytes_text(total)} at the peak of {seen.trained} steps"
         if others > 2**30:
-            text += f", besides {amount(others)} of other processes"
+            text += f", besides {bytes_text(others)} of other processes"
         if peak + others > _NEARLY_FULL * total:
             rows.warning("memory", f"{text}: a larger batch or fragments may not fit.", 'Trainer(micro_batch="auto")')
         else:
@@ -43,18 +42,18 @@ def check_memory(run: Run, seen: Observations, rows: Rows) -> None:
         return
     parts = step_bytes(run, seen)
     need, free = sum(parts.values()), available_memory_bytes()
-    shown = ", ".join(f"{name} {amount(count)}" for name, count in parts.items() if count)
+    shown = ", ".join(f"{name} {bytes_text(count)}" for name, count in parts.items() if count)
     if free is None:
-        rows.skipped("memory", f"a step needs about {amount(need)} ({shown}); the system does not say what is free")
+        rows.skipped("memory", f"a step needs about {bytes_text(need)} ({shown}); the system does not say what is free")
     # The weights are in memory by now, and the rest may be.
     elif need - parts["weights"] > free:
         rows.error(
             "memory",
-            f"A step needs about {amount(need)} ({shown}), and {amount(free)} are free.",
+            f"A step needs about {bytes_text(need)} ({shown}), and {bytes_text(free)} are free.",
             'Trainer(micro_batch="auto"), or a smaller batch_size',
         )
     else:
-        rows.ok("memory", f"a step needs about {amount(need)} ({shown}); {amount(free)} are free")
+        rows.ok("memory", f"a step needs about {bytes_text(need)} ({shown}); {bytes_text(free)} are free")
 
 
 def check_resident(trainer: Trainer, run: Run, seen: Observations, rows: Rows) -> None:
@@ -66,11 +65,11 @@ def check_resident(trainer: Trainer, run: Run, seen: Observations, rows: Rows) -
     of_batch = sum(leaf.nbytes for leaf in leaves(seen.first_batch[0]) if isinstance(leaf, torch.Tensor))
     need, on_device = of_batch / size * samples, asked == "device" and is_cuda(run.runtime.device)
     free = torch.cuda.mem_get_info(run.runtime.device)[0] if on_device else available_memory_bytes()
-    text = f"{samples} samples of {amount(of_batch / size)} are {amount(need)}"
+    text = f"{samples} samples of {bytes_text(of_batch / size)} are {bytes_text(need)}"
     if free is not None and need > free:
-        rows.error("resident", f"{text}, and {amount(free)} are free.", "Leave resident out, or num_workers='auto'")
+        rows.error("resident", f"{text}, and {bytes_text(free)} are free.", "Leave resident out, or num_workers='auto'")
     elif free is not None:
-        rows.ok("resident", f"{text}; {amount(free)} are free")
+        rows.ok("resident", f"{text}; {bytes_text(free)} are free")
 
 
 def step_bytes(run: Run, seen: Observations) -> dict[str, int]:

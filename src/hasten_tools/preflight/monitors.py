@@ -14,6 +14,7 @@ from hasten._lib.names import nearest_value, right_mode
 from hasten._lib.tree import leaves
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.checkpoint import ModelCheckpoint
+from hasten.machine.host import bytes_text
 from hasten.module.callback import Callback
 from hasten_tools.preflight.methods import is_ours, may_be_called
 from hasten_tools.preflight.report import Rows
@@ -199,37 +200,21 @@ def _check_folder(name: str, folder: str, rows: Rows, *, size: int, kept: float)
         return
     free = shutil.disk_usage(there).free
     if math.isinf(kept):
-        rows.skipped(name, f"{folder}: how many of {amount(size)} are kept depends on the length of the fit")
+        rows.skipped(name, f"{folder}: how many of {bytes_text(size)} are kept depends on the length of the fit")
         return
     need = size * kept
-    what = f"{kept:.0f} checkpoints of about {amount(size)}" if size else "it can be written"
+    what = f"{kept:.0f} checkpoints of about {bytes_text(size)}" if size else "it can be written"
     if need + _SPARE_BYTES > free:
         rows.error(
             name,
-            f"{folder} has {amount(free)} free{f', and {what} need {amount(need)}' if size else ''}.",
+            f"{folder} has {bytes_text(free)} free{f', and {what} need {bytes_text(need)}' if size else ''}.",
             "ModelCheckpoint(save_top_k=1, save_weights_only=True), or a dirpath on a larger disk",
         )
     else:
-        rows.ok(name, f"{shown_path(folder)}: {what}, {amount(free)} free")
+        rows.ok(name, f"{shown_path(folder)}: {what}, {bytes_text(free)} free")
 
 
 def shown_path(path: str) -> str:
     """Return a path as seen from the working directory, if it is below it."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") or relative == "." else relative
-
-
-def amount(count: float) -> str:
-    """Return bytes as text, in powers of 1024.
-
-    Example::
-
-        >>> amount(2_500_000), amount(900)
-        ('2.38 MiB', '900 B')
-
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

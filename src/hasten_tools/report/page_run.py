@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hasten.machine.host import bytes_text
 from hasten_tools.report import goodput
 from hasten_tools.report.ranks import rank_rows, rank_sentence
 from hasten_tools.report.read import RecordedRun, as_number
@@ -114,24 +115,6 @@ def seconds_text(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
-def bytes_text(size: float) -> str:
-    """Return a size for people.
-
-    Example::
-
-        >>> bytes_text(999), bytes_text(5 * 2**20)
-        ('999 bytes', '5 MiB')
-
-    """
-    if size < 1024:
-        return f"{int(size)} bytes"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1024 or unit == "TiB":
-            break
-    return f"{size:.3g} {unit}"
 
 
 def count_text(number: float) -> str:

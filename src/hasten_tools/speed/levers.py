@@ -12,7 +12,7 @@ from torch import nn
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean_value
 from hasten.extend.entry_points import found
 from hasten.extend.origin import module_of
 from hasten.machine.allocator import file_of
@@ -449,7 +449,7 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
         else:
             by_argument = [lever for lever in by_name.values() if given in lever.arguments]
             if not by_argument:
-                hint = did_you_mean(given, by_name)
+                hint = did_you_mean_value(given, by_name)
                 raise make_error(
                     ValueError,
                     f"levers={given!r}: this speed-up does not exist.",

@@ -21,7 +21,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.optional import installed
 from hasten.data.loader_parts import has_state, samples_at, unchanged
 from hasten.data.memory.dataset_parts import own_generators, preserve
-from hasten.machine.host import available_memory_bytes, total_memory_bytes
+from hasten.machine.host import available_memory_bytes, bytes_text, total_memory_bytes
 from hasten.seed import collect_rng_state, isolate_rng
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class DatasetReader:
             raise make_error(
                 ValueError,
                 f"{self.argument}: the {len(self.dataset)} samples of {self.name} ({self.kind}) need about "
-                f"{gigabytes(size_bytes)}, and {gigabytes(limit)} may be used.",
+                f"{bytes_text(size_bytes)}, and {bytes_text(limit)} may be used.",
                 fix="Leave it out; num_workers='auto' reads ahead in other processes.",
                 argument=self._named,
             )
@@ -527,11 +527,3 @@ def available_bytes() -> int:
     """Return how much memory this process may still take; half of the machine's if that is not known."""
     available = available_memory_bytes()
     return (total_memory_bytes() or sys.maxsize) // 2 if available is None else available
-
-
-def gigabytes(size_bytes: int) -> str:
-    """Return a size for people to read."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}"
-    return f"{size_bytes} bytes"

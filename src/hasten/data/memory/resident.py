@@ -16,8 +16,9 @@ from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.loader_parts import check_dataloader, required_in_training, unchanged
 from hasten.data.memory.dataset_parts import changed, fingerprint, preserve
-from hasten.data.memory.read import Columns, DatasetProxy, DatasetReader, fresh, gigabytes, same
+from hasten.data.memory.read import Columns, DatasetProxy, DatasetReader, fresh, same
 from hasten.data.worker_count import WITHOUT_WORKERS
+from hasten.machine.host import bytes_text
 from hasten.seed import isolate_rng
 
 _T = TypeVar("_T")
@@ -313,7 +314,7 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
     reads_here = not loader.num_workers or loader.worker_init_fn is None
     held = HeldDataset(dataset, read, name, reads_here=reads_here)
     data = held._hasten_data
-    how = gigabytes(data.size_bytes) if isinstance(data, Columns) else "one by one"
+    how = bytes_text(data.size_bytes) if isinstance(data, Columns) else "one by one"
     rank_zero_info(f"{name}: {len(held)} samples are held in memory, {how} ({time.perf_counter() - began:.1f} s).")
     return {
         **WITHOUT_WORKERS,
@@ -339,7 +340,7 @@ def _on_device(data: Columns | list[Any], device: torch.device, argument: str, n
         if data.size_bytes > free:
             raise make_error(
                 ValueError,
-                f"{argument}: the samples of {name} need {gigabytes(data.size_bytes)}, and {gigabytes(free)} of "
+                f"{argument}: the samples of {name} need {bytes_text(data.size_bytes)}, and {bytes_text(free)} of "
                 f"{device} may be used.",
                 fix="Use resident=True, which holds them on the host.",
             )

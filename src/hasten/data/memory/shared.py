@@ -27,9 +27,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.memory.dataset_parts import comparable
-from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, gigabytes, kind_of, of_tensors, pickled
+from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, kind_of, of_tensors, pickled
 from hasten.extend.origin import full_name
 from hasten.machine.cluster import name_of_job
+from hasten.machine.host import bytes_text
 from hasten.seed import isolate_rng
 
 _of_this_process: weakref.WeakValueDictionary[str, PreloadedDataset] = weakref.WeakValueDictionary()
@@ -181,7 +182,7 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     weakref.finalize(made, _forget, key, os.getpid())
     size = sum(tensor.nbytes for tensor in made._tensors)
     rank_zero_info(
-        f"{shown}: {len(data)} samples are in shared memory, {gigabytes(size)} ({time.perf_counter() - began:.1f} s)."
+        f"{shown}: {len(data)} samples are in shared memory, {bytes_text(size)} ({time.perf_counter() - began:.1f} s)."
     )
     return made
 
