@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,16 @@ def test_what_may_be_intended_is_a_possible_user_warning() -> None:
             pl.Trainer(**QUIETLY).fit(model)
         disable_possible_user_warnings()
         pl.Trainer(**QUIETLY).fit(model)
+
+
+def test_the_first_epoch_is_checked_where_it_is_shorter_than_the_interval_of_loggers(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class AtRest(BoringModel):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    with warned(UserWarning, says=("learning rate of SGD is 0",)), warned(UserWarning, says="log_every_n_steps=50"):
+        pl.Trainer(**{**QUIETLY, "logger": pl.loggers.CSVLogger(tmp_path), "limit_train_batches": 3}).fit(AtRest())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hasten._lib.explain import remedy_for
+from hasten.callbacks import BaseFinetuning, LambdaCallback
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
 
@@ -83,6 +84,18 @@ def test_training_in_inference_mode_is_explained() -> None:
 )
 def test_what_a_machine_does_is_explained_by_its_text(text: str, said: str) -> None:
     assert said in remedy_for(text)
+
+
+def test_layers_that_are_unfrozen_for_lbfgs_are_named() -> None:
+    model = Classifier()
+    first, *others = (layer for layer in model.layers if isinstance(layer, torch.nn.Linear))
+    model.configure_optimizers = lambda: torch.optim.LBFGS(first.parameters())  # type: ignore[method-assign]
+    unfreeze = LambdaCallback(
+        on_train_start=lambda trainer, _: BaseFinetuning.unfreeze_and_add_param_group(others, trainer.optimizers[0])
+    )
+    with pytest.raises(AssertionError) as caught:
+        quiet(callbacks=unfreeze).fit(model, loader())
+    assert "Give LBFGS all parameters in configure_optimizers" in notes(caught.value)
 
 
 class OneCycle(Classifier):

@@ -825,6 +825,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "a second."),
     (r"_fused_(\w+)` does not support sparse gradients|sparse gradients?.*fused|fused.*sparse gradient", _ANY,
      _sparse_gradients),
+    (r"exactly one param_group|^$", (AssertionError,),
+     lambda m, place: "Give LBFGS all parameters in configure_optimizers: it takes no second group, and leaves those "
+     "without gradients as they are." if m[0] or "len(self.param_groups)" in place.line() else ""),
     (r"must support momentum or beta1 with `cycle_momentum`", (ValueError,),
      "Write cycle_momentum=False in OneCycleLR or CyclicLR: this optimizer has no momentum."),
     # Devices.

@@ -298,8 +298,8 @@ def _check_order(run: Run) -> None:
     if len(set(orders)) > 1:
         raise make_error(
             RuntimeError,
-            f"{type(run.module).__name__}: a process has no batch, and its parts compute in another order than they "
-            "were assigned in.",
+            f"{type(run.module).__name__}: a process has no batch, and a step computes the parts in another order than "
+            "they were assigned in, or calls the module itself.",
             fix="Use a smaller batch_size, so that each process has a batch.",
         )
 

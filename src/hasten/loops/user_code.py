@@ -778,7 +778,6 @@ class FirstEpoch:
         """Warn as Lightning does, whatever is logged."""
         every, batches = run.arguments.log_every_n_steps, run.data.train.limit
         if run.logged.loggers and batches < every and not run.arguments.fast_dev_run:
-            self._ended = True
             rank_zero_warn(
                 f"The number of training batches ({batches}) is smaller than the logging interval "
                 f"Trainer(log_every_n_steps={every}).",
@@ -803,7 +802,9 @@ class FirstEpoch:
                 PossibleUserWarning,
                 fix="With manual optimization, call self.optimizers().step() after self.manual_backward(loss).",
             )
-        silent = self._ended or self._resumed or run.arguments.fast_dev_run or not run.logged.loggers
+        # Under Lightning's names, the interval has been compared before the epoch.
+        told = self._ended or self._resumed or run.conventions.warns_of_settings
+        silent = told or run.arguments.fast_dev_run or not run.logged.loggers
         self._ended = True
         if not silent and 0 < steps < every and (values := run.logged.logged_on_steps()):
             _warn_of_long_intervals(values, every, steps)

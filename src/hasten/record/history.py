@@ -86,7 +86,7 @@ class History(Sequence[dict[str, Any]]):
     A row is a dict with ``step``, ``epoch``, ``time`` (seconds since 1970) and the values logged there. There is one
     each time values go to the loggers: every ``log_every_n_steps`` steps, and at the end of training and validation
     epochs. ``history["val_loss"]`` gives the values of one name. A fit that continues from a checkpoint has the rows of
-    the runs before.
+    the runs before, on every process those of process 0; each adds its own values.
 
     Example::
 
