@@ -32,6 +32,12 @@ def test_one_chip_or_all_of_them() -> None:
             kind.parse_devices(given)
 
 
+def test_a_machine_without_tpus_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "tpu_chips", lambda: 0)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    assert devices.XLAAccelerator.auto_device_count() == 0
+
+
 @pytest.mark.usefixtures("eight_chips")
 def test_each_backward_averages_what_it_reached_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, float]] = []
