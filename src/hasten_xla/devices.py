@@ -155,7 +155,7 @@ class XLAAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return the number of TPU chips of this machine; with PJRT_DEVICE=CPU, CPU_NUM_DEVICES or 1; 0 without either."""
+        """Return the number of TPU chips; with PJRT_DEVICE=CPU, CPU_NUM_DEVICES or 1; without either 0."""
         kind = runtime_kind()
         return tpu_chips() or 1 if kind == "TPU" else int(os.environ.get("CPU_NUM_DEVICES", "1")) if kind else 0
 

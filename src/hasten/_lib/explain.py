@@ -850,6 +850,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"[Cc]an't (?:pickle|get local object).*(?:lambda|<locals>)|attribute lookup .*<lambda>", _ANY,
      "Define it by def at the top of a file, not as a lambda or inside a function: worker processes get the dataset, "
      "transforms and collate_fn by pickle. DataLoader(num_workers=0) needs none."),
+    (r"", (StopIteration,),
+     "An iterator that next() reads is at its end: begin it again by iter(...), or give fit both loaders in a "
+     "CombinedLoader."),
     # Methods.
     (r"is missing the required \"forward\" function", (NotImplementedError,),
      "Define forward(), or call the layers by name in the step."),

@@ -28,7 +28,8 @@ class FirstGradients:
             self._warn(
                 "the first step() found no gradients.",
                 "Call zero_grad(), then manual_backward(loss), then step(). If they are called in this order, "
-                "the loss reaches none of its parameters: look for detach(), or for another optimizer that is toggled.",
+                "the loss reaches none of its parameters: look for detach(), or for another optimizer that is toggled. "
+                "One that begins later is stepped from then on.",
             )
             return None
         # Its gradient is kept until the next step.
