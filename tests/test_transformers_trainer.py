@@ -103,6 +103,12 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
     )
     expected = theirs.evaluate()
     assert values == pytest.approx({name: expected[name] for name in ("eval_loss", "eval_accuracy")})
+    for rows in (data[:9], [{"input_ids": row["input_ids"]} for row in data[:9]]):
+        mine, other = trainer.predict(rows), theirs.predict(rows)
+        assert mine.predictions == pytest.approx(other.predictions, abs=1e-6)
+        assert (mine.label_ids is None) is (other.label_ids is None) is ("labels" not in rows[0])
+        assert mine.metrics == pytest.approx({name: other.metrics[name] for name in mine.metrics})
+    assert not mine.metrics
 
     trainer.save_model(str(tmp_path / "saved"))
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
@@ -166,8 +172,8 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
         with refused(TypeError, argument, fix=fix):
             make(**given)
     trainer = make(enable_model_summary=False, train_dataset=[{"input_ids": torch.ones(4, dtype=torch.int64)}])
-    with refused(AttributeError, fix="trainer.evaluate(dataset)"):
-        trainer.predict
+    with refused(AttributeError, fix="trainer.model.push_to_hub"):
+        trainer.push_to_hub
     with refused(ValueError, "eval_dataset", fix="eval_dataset="):
         trainer.evaluate()
     with refused(ValueError, "train_dataset", fix="Samples need labels"):

@@ -26,7 +26,7 @@ from hasten.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogg
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-    from transformers.trainer_utils import TrainOutput
+    from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
 
@@ -57,7 +57,6 @@ _INSTEAD = {
 _OTHERS = {
     "add_callback": "Give TransformersTrainer(..., callbacks=[...]) the callback.",
     "log_metrics": "Print the values: the loggers have them already.",
-    "predict": "Loop over the data with trainer.model, or write trainer.evaluate(dataset) for its metrics.",
     "push_to_hub": "Write trainer.model.push_to_hub(name).",
     "save_metrics": "Leave it out: output_dir/logs has the values.",
     "save_state": "Leave it out: the checkpoints have the state.",
@@ -179,6 +178,26 @@ class TransformersTrainer:
         if loader is None:
             raise _missing("evaluate()", "eval_dataset")
         return self.trainer.test(self.module, loader, verbose=False)[0]
+
+    def predict(self, test_dataset: Samples) -> PredictionOutput:
+        """Return the predictions of a data set as arrays, its labels, and its metrics under names such as test_loss."""
+        from transformers.trainer_utils import PredictionOutput
+
+        if self.trainer.world_size > 1:
+            what = f"TransformersTrainer.predict(): each of {self.trainer.world_size} processes has a part of the data."
+            raise make_error(RuntimeError, what, fix="Start another program in one process for it.")
+        metrics, found = self.module.compute_metrics, []
+
+        def keep(prediction: Any) -> dict[str, float]:
+            found.append((prediction.predictions, prediction.label_ids))
+            return {} if metrics is None or prediction.label_ids is None else metrics(prediction)
+
+        self.module.compute_metrics = keep
+        try:
+            values = self.evaluate(test_dataset)
+        finally:
+            self.module.compute_metrics = metrics
+        return PredictionOutput(*found[0], {f"test_{name.removeprefix('eval_')}": values[name] for name in values})
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write a folder that ``from_pretrained`` reads; by default the ``output_dir`` of the arguments."""
@@ -308,8 +327,9 @@ class _Module(LightningModule):
         if self.compute_metrics is not None:
             ignored = {"loss", *getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])}
             logits = tuple(value for name, value in outputs.items() if name not in ignored)
-            for container, values in zip(self.kept, (logits, tuple(map(batch.get, self.label_names))), strict=True):
-                container.add(values[0] if len(values) == 1 else values)
+            labels = tuple(batch[name] for name in self.label_names if name in batch)
+            for container, values in zip(self.kept, (logits, labels), strict=True):
+                container.add(values[0] if len(values) == 1 else values or None)
 
     def on_validation_epoch_end(self) -> None:
         from transformers import EvalPrediction
