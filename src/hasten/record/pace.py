@@ -735,6 +735,27 @@ def about(seconds: float) -> str:
     return f"{days} {hours % 24} h" if hours % 24 else days
 
 
+def seconds_text(seconds: float) -> str:
+    """Return a short or a long time, to two units or three digits.
+
+    Example::
+
+        >>> seconds_text(0.00042), seconds_text(75), seconds_text(7500), seconds_text(200000)
+        ('0.42 ms', '1 min 15 s', '2 h 05 min', '2 d 7 h')
+
+    """
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
 def moment(when: datetime, now: datetime) -> str:
     """Return a moment as someone would say it now.
 

@@ -10,6 +10,7 @@ import torch
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.tree import leaves, parameters_of
 from hasten.machine.host import available_memory_bytes, bytes_text
+from hasten.record.pace import seconds_text
 from hasten_tools.preflight.loaders import sample_count
 from hasten_tools.preflight.report import Rows
 
@@ -97,31 +98,11 @@ def say_time(length: Length, seen: Observations, rows: Rows) -> None:
         return
     seconds = seen.seconds[-1]
     if math.isinf(length.batches):
-        rows.ok("time", f"{duration(seconds)} a batch; the length of an epoch is not known")
+        rows.ok("time", f"{seconds_text(seconds)} a batch; the length of an epoch is not known")
         return
     batches = math.ceil(length.batches / length.processes)
     epoch = seconds * batches
-    text = f"about {duration(epoch)} for an epoch of {batches} batches, without validation and waiting"
+    text = f"about {seconds_text(epoch)} for an epoch of {batches} batches, without validation and waiting"
     if math.isfinite(length.epochs) and length.epochs > 1:
-        text += f"; {duration(epoch * length.epochs)} for {length.epochs:.0f} epochs"
+        text += f"; {seconds_text(epoch * length.epochs)} for {length.epochs:.0f} epochs"
     rows.ok("time", text)
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text.
-
-    Example::
-
-        >>> duration(0.0123), duration(75), duration(7300)
-        ('12 ms', '1 min 15 s', '2 h 1 min')
-
-    """
-    if seconds < 1:
-        return f"{max(1, round(seconds * 1000))} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{int(seconds) // 60} min {int(seconds) % 60} s"
-    if seconds < 86400:
-        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
-    return f"{int(seconds) // 86400} d {int(seconds) % 86400 // 3600} h"

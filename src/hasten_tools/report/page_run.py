@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.machine.host import bytes_text
+from hasten.record.pace import seconds_text
 from hasten_tools.report import goodput
 from hasten_tools.report.ranks import rank_rows, rank_sentence
 from hasten_tools.report.read import RecordedRun, as_number
@@ -94,27 +95,6 @@ def view(run: RecordedRun, name: str, place: int) -> RunView:
 
 
 # -- numbers
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration for people.
-
-    Example::
-
-        >>> seconds_text(0.00042), seconds_text(75), seconds_text(7500), seconds_text(200000)
-        ('0.42 ms', '1 min 15 s', '2 h 05 min', '2 d 7 h')
-
-    """
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def count_text(number: float) -> str:
