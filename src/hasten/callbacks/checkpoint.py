@@ -137,7 +137,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_exception: save when an exception ends the run.
         save_weights_only: leave out what only training needs; such a file cannot resume a run.
         mode: "min" when lower is better, "max" when higher is.
-        auto_insert_metric_name: write ``name=value`` in file names, not the value alone.
+        auto_insert_metric_name: write ``name=value`` in file names, not the value alone; ``val/loss=`` makes a folder.
         every_n_train_steps: save after this many optimizer steps, when the batch ends. In manual optimization, a file
             has the weights before the step for the layer ``self.layer`` if ``training_step`` keeps them:
             ``self.saved_models[batch_idx] = {name: value.clone() for name, value in self.layer.state_dict().items()}``.
