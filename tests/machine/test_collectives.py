@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.refusals import refused
 
-from hasten.machine import collectives
+from hasten.machine import agreement, collectives
 from hasten.resolve import runtime
 
 CPU = torch.device("cpu")
@@ -70,3 +71,17 @@ def test_two_processes_exchange_tensors_objects_and_failures(tmp_path: Path) -> 
         run.save(f"{blocked}/a.ckpt", {"step": 1})
     run.save(f"{tmp_path}/b.ckpt", {"step": rank})
     assert run.load(f"{tmp_path}/b.ckpt")["step"] == 0
+
+
+def test_an_error_at_the_top_of_a_program_names_the_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(f"{kind.__name__}: {error}"))
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    for name in ("begin_run", "publish_exit_error"):
+        monkeypatch.setattr(agreement, name, lambda *_: None)
+    monkeypatch.setattr(agreement, "find_dead_peer", lambda _: "the process of rank 1 left the run with ValueError.")
+    collectives.name_who_ended_at_the_top()
+    for error in (RuntimeError("gloo: Connection closed by peer"), ValueError("mine")):
+        sys.excepthook(type(error), error, None)
+    assert "rank 1 left the run with ValueError" in shown[0]
+    assert shown[1:] == ["ValueError: mine"]

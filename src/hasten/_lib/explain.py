@@ -707,11 +707,7 @@ _ANY = (Exception,)
 _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...] = (
     # Shapes.
     (r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)", _ANY, _features),
-    (
-        r"expected input\[([\d, ]+)\] to have (\d+) channels, but got (\d+) channels",
-        _ANY,
-        _channels,
-    ),
+    (r"expected input\[([\d, ]+)\] to have (\d+) channels, but got (\d+) channels", _ANY, _channels),
     (r"Expected \dD \(unbatched\) or \dD \(batched\) input to conv\dd, but got input of size: \[([\d, ]+)\]", _ANY,
      _conv_dims),
     (r"running_mean should contain (\d+) elements not (\d+)", _ANY, _features_of_norm),
@@ -736,7 +732,6 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"Expected target size \[", _ANY,
      "cross_entropy takes classes in dimension 1. Use scores.transpose(1, 2), or scores.flatten(0, 1) and "
      "labels.flatten()."),
-    (r"(?:size of|Using a) target size \(torch.Size\((.*?)\)\).* input size \(torch.Size\((.*?)\)\)", _ANY, _of_shapes),
     (r"[Tt]arget size \(torch.Size\((.*?)\)\).* input size \(torch.Size\((.*?)\)\)", _ANY, _of_shapes),
     (r"The size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at .*dimension (\d+)", _ANY,
      _broadcast),
@@ -854,7 +849,5 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "An iterator that next() reads is at its end: begin it again by iter(...), or give fit both loaders in a "
      "CombinedLoader."),
     # Methods.
-    (r"is missing the required \"forward\" function", (NotImplementedError,),
-     "Define forward(), or call the layers by name in the step."),
     (r"forward", (NotImplementedError,), "Define forward(), or call the layers by name in the step."),
 )  # fmt: skip

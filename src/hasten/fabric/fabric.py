@@ -39,7 +39,7 @@ from hasten.fabric.wrappers import (
 )
 from hasten.loggers.base import Logger
 from hasten.machine import same_program
-from hasten.machine.collectives import first_one_first, numbers_as_tensors, operation_name
+from hasten.machine.collectives import first_one_first, name_who_ended_at_the_top, numbers_as_tensors, operation_name
 from hasten.module import LightningModule
 from hasten.module.log_methods import log_into
 from hasten.optim.backward import InBackward, to_clip
@@ -238,7 +238,10 @@ class Fabric(RuntimeView):
         elif self._speed.matmul_precision is not None:
             function = functools.partial(_in_matmul_precision, function)
         self._launched = True
-        return self._runtime.launch(functools.partial(function, self, *args, **kwargs))
+        result = self._runtime.launch(functools.partial(function, self, *args, **kwargs))
+        if function is Fabric._set_matmul_precision and self.world_size > 1:
+            name_who_ended_at_the_top()
+        return result
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Train. Override it in a subclass; calling it starts the other processes first."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -396,3 +398,17 @@ def naming_who_ended() -> Iterator[None]:
         consequence = RuntimeError(f"{why.rstrip('.')}. This run cannot continue without it.")
         consequence.__dict__["is_consequence"] = True
         raise consequence from None
+
+
+def name_who_ended_at_the_top() -> None:
+    """Do the same for errors that end the program: after ``Fabric.launch()`` its own lines run in all processes."""
+    shows = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            with naming_who_ended():
+                raise error
+        except BaseException as named:
+            shows(type(named), named.with_traceback(trace), trace)
+
+    sys.excepthook = show

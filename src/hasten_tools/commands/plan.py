@@ -102,12 +102,7 @@ _OPTIONS: list[Option] = [
         _bandwidth,
         "GB/s of a device within and between machines, to estimate seconds; with --mesh auto 450,50 by default",
     ),
-    (
-        "--tflops",
-        "T",
-        positive,
-        "TFLOP/s of a device in training, to estimate seconds; with --mesh auto 400",
-    ),
+    ("--tflops", "T", positive, "TFLOP/s of a device in training, to estimate seconds; with --mesh auto 400"),
     ("--json", "FILE", new_file, "write everything found"),
 ]
 
