@@ -113,6 +113,21 @@ def test_scheduler_made_for_fewer_steps() -> None:
     assert "2 epochs of 10 batches" in notes(caught.value)
 
 
+@pytest.mark.parametrize(("length", "interval", "other"), [(30, "epoch", "step"), (3, "step", "epoch")])
+def test_a_cosine_made_for_the_other_interval_is_said(length: int, interval: str, other: str) -> None:
+    class Cosine(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+            return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+    with warned(UserWarning, says=f"T_max={length}", fix=f"'interval': '{other}'"):
+        quiet(max_epochs=3).fit(Cosine(), loader())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*T_max")
+        quiet(max_epochs=2).fit(Cosine(), loader())
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_arguments_of_optimizers_that_a_checkpoint_overrides_are_named(tmp_path: Any, scheduled: bool) -> None:
     class Net(Classifier):

@@ -150,6 +150,7 @@ def test_the_line_for_an_argument_that_a_fabric_does_not_have_works(name: str, v
         (LightningCLI, "model", "model_class"),
         (lambda **given: quiet().fit(Classifier(), **given), "train_dataloader", "train_dataloaders"),
         (lambda **given: quiet().fit(Classifier(), **given), "epochs", "Trainer(max_epochs=1)"),
+        (lambda **given: quiet().fit(Classifier(), **given), "test_dataloaders", "trainer.test(model, dataloaders)"),
         (lambda **given: quiet().test(Classifier(), **given), "test_dataloaders", "trainer.test(dataloaders=1)"),
         (lambda **given: L.Fabric().setup_dataloaders(**given), "dataloader", "setup_dataloaders(dataloader)"),
         (lambda **given: Tuner(quiet()).lr_find(Classifier(), **given), "lr_min", "min_lr"),

@@ -805,9 +805,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"modified by an inplace operation", _ANY,
      "Write x = x + y in place of x += y, and no .add_(), relu_() or x[...] = on what a layer has computed; "
      "Trainer(detect_anomaly=True) shows the line."),
-    (r"a leaf Variable that requires grad is being used in an in-place", _ANY,
+    (r"a (?:view of a )?leaf Variable that requires grad is being used in an in-place", _ANY,
      "Write it within `with torch.no_grad():`, or make a new tensor: w = w + 1."),
-    (r"a view of a leaf Variable that requires grad", _ANY, "Write it within `with torch.no_grad():`."),
     (r"activation checkpoint has been mutated", _ANY,
      "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
      "memory='full', or write x = x + y instead of x += y there."),

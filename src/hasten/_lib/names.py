@@ -324,6 +324,7 @@ _INSTEAD: dict[str, dict[str, str]] = {
         "epochs": "Write Trainer(max_epochs={value}).",
         "max_epochs": "Write Trainer(max_epochs={value}).",
         "resume_from_checkpoint": "=ckpt_path",
+        "test_dataloaders": "Write trainer.test(model, dataloaders) after the fit.",
     },
     "Trainer.validate": _EVALUATION,
     "Trainer.test": _EVALUATION,

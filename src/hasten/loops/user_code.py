@@ -772,8 +772,18 @@ class FirstEpoch:
         if self._training and not run.module.training:
             _warn_of_eval_mode(run)
         for config, before in self._stepped:
+            steps, epochs = run.progress.global_step - self._steps, run.limits.max_epochs
             made = torch_private.steps_of_scheduler(config.scheduler) - before
-            due = run.progress.global_step - self._steps if config.interval == "step" else 1
+            due = steps if config.interval == "step" else 1
+            # One made for the epochs rises again after so many steps, and one made for the steps hardly falls.
+            other, length = ("epoch", epochs) if config.interval == "step" else ("step", epochs * steps)
+            if steps > 1 and vars(config.scheduler).get("T_max") == length:
+                rank_zero_warn(
+                    f"{type(config.scheduler).__name__}(T_max={length}) is as long as the {other}s of this fit, and "
+                    f"steps once per {config.interval}.",
+                    PossibleUserWarning,
+                    fix=f"Return {{'scheduler': scheduler, 'interval': '{other}'}}.",
+                )
             if made > due:
                 rank_zero_warn(
                     f"{type(config.scheduler).__name__} made {made} steps in the first epoch, and at most {due} are "

@@ -74,18 +74,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: object,
 ) -> T:
-    """Do what ``cls.load_from_checkpoint`` does, for classes that override it.
-
-    Args:
-        cls: the LightningModule or LightningDataModule to build.
-        checkpoint_path: path, URL or open binary file.
-        map_location: where tensors go; the CPU by default.
-        hparams_file: a YAML or CSV file with hyper-parameters, for checkpoints without them.
-        strict: require exactly the same keys; ``strict_loading`` of the module by default.
-        weights_only: False also reads files that hold Python objects: only for files you trust.
-        kwargs: arguments of ``cls``; they take precedence over those stored.
-
-    """
+    """Do what ``cls.load_from_checkpoint`` does, for classes that override it; see there for the arguments."""
     return construct(cls, checkpoint_path, map_location, hparams_file, weights_only, kwargs, strict)
 
 
