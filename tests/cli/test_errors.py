@@ -66,6 +66,8 @@ WRONG: list[tuple[list[str] | dict[str, Any], dict[str, Any], str, str | None]] 
     ({"trainer": {"max_epoch": 3}}, {}, "does not accept option 'max_epoch'", "--trainer.max_epochs"),
     ({"model": {"width": "x"}}, {}, "Expected a <class 'int'>. Got value: x", None),
     ({"data": {"batch_sise": 3}}, {}, "does not accept option 'batch_sise'", "--data.batch_size"),
+    ({"datamodule": {"batch_size": 3}}, {}, "'datamodule.batch_size'", "--data.batch_size"),
+    (["--trainer.max_epochs=1", "fit"], RUN, "The subcommand comes before the options", None),
     ({"fit": {"trainer": {"max_epoch": 3}}}, RUN, "'trainer.max_epoch'", "--trainer.max_epochs"),
     (
         {"model": {"class_path": "WideLineNet", "init_args": {"encoder": {"class_path": "DeepEncoder", "init_args": {

@@ -315,13 +315,14 @@ def _hints_for(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> 
     group, _, name = _name_in(unknown).rpartition(".")
     if group.endswith("trainer") and (instead := instead_of_removed(name)):
         return [f"{instead} In a config or on the command line, these are options of trainer."]
-    if near := _nearest(parser, message, unknown):
+    near = _nearest(parser, message, unknown)
+    if near and near != f"--{group}.{name}":
         own = [option for option in parser._option_string_actions if group and option.startswith(f"--{group}.")]
         others = [f"Options of {group}: {', '.join(own)}."] if near not in own and 0 < len(own) < 20 else []
         return [*others, f"Did you mean {near}?"]
     if _NO_CLASS.search(message):
         return [f"Choose a class first, as in --{_KEY.findall(message)[-1]}=Name."]
-    if unknown["command"]:
+    if unknown["command"] or near:
         return ["The subcommand comes before the options, as in: fit --trainer.max_epochs 3"]
     return []
 
@@ -341,6 +342,8 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     if unknown["module"]:
         return nearest(unknown["attribute"], dir(sys.modules.get(unknown["module"])))
     group, _, leaf = _name_in(unknown).rpartition(".")
+    # What arguments of fit call the data.
+    group = "data" if group == "datamodule" else group
     named = _CLASS_PATH.findall(message)
     if named and not group:  # An argument of the class.
         return nearest(leaf, _argument_names(named[-1]))
