@@ -183,8 +183,8 @@ class TransformersTrainer:
         """Return the predictions of a data set as arrays, its labels, and its metrics under names such as test_loss."""
         from transformers.trainer_utils import PredictionOutput
 
-        if self.trainer.world_size > 1:
-            what = f"TransformersTrainer.predict(): each of {self.trainer.world_size} processes has a part of the data."
+        if dist.is_initialized():
+            what = "TransformersTrainer.predict(): each process has a part of the data."
             raise make_error(RuntimeError, what, fix="Start another program in one process for it.")
         metrics, found = self.module.compute_metrics, []
 

@@ -239,7 +239,7 @@ class Fabric(RuntimeView):
             function = functools.partial(_in_matmul_precision, function)
         self._launched = True
         result = self._runtime.launch(functools.partial(function, self, *args, **kwargs))
-        if function is Fabric._set_matmul_precision and self.world_size > 1:
+        if function is Fabric._set_matmul_precision and self._runtime.several_processes:
             name_who_ended_at_the_top()
         return result
 
