@@ -12,7 +12,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten.cli import LightningCLI
 from hasten.demos.boring_classes import BoringModel
 from tests.cli.program import cli
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 ANY: dict[str, Any] = {"model_class": None}
 RUN: dict[str, Any] = {"run": True}
@@ -102,6 +102,13 @@ def test_a_wrong_command_line_or_config(
         assert (last == f"Did you mean {near}?") if near else ("Did you mean" not in shown.err)
         assert usage.startswith("All options: program.py ")
         assert usage.endswith("--help")
+
+
+def test_a_section_that_a_config_has_twice_is_said(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("trainer:\n  max_epochs: 1\nmodel:\n  width: 3\ntrainer:\n  accelerator: cpu\n")
+    with warned(UserWarning, says=("c.yaml has trainer: twice",)):
+        cli("--config", str(config))
 
 
 def test_a_class_of_lightning_is_one_of_hasten(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean, did_you_mean_file, instead_of_removed, nearest
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
 from hasten.extend.origin import is_builtin, module_of
@@ -266,6 +267,10 @@ class LightningArgumentParser(ArgumentParser):
         """Parse a config file; see jsonargparse."""
         # Not put back at the end: an error of another file comes after the next path.
         self._config_path = path
+        with suppress(OSError, TypeError, ValueError):  # jsonargparse says what is wrong with the file.
+            keys = re.findall(r"^([a-z]\w*):", Path(path).read_text(), re.MULTILINE)
+            for key in (each for each in dict.fromkeys(keys) if keys.count(each) > 1):
+                rank_zero_warn(f"{path} has {key}: twice, and the last one alone counts.", fix="Join the two.")
         return super().parse_path(path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -102,14 +102,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def new_file(text: str) -> Path:
-    """An argument that is a file to write, in a folder that exists.
-
-    Example::
-
-        >>> new_file("found.json").name
-        'found.json'
-
-    """
+    """An argument that is a file to write, in a folder that exists."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist.")
