@@ -194,7 +194,7 @@ class LoggedValue:
         if isinstance(value, bool) or hasattr(value, "__float__"):
             return float(value.item() if getattr(value, "ndim", 0) else value)
         raise MisconfigurationException(
-            f"self.log({self.name!r}, ...): cannot log a value of type {type(value).__name__}; "
+            f"self.log({self.name!r}, ...): `{type(value).__name__}` values cannot be logged; "
             "give a number, a tensor of one element, or a torchmetrics.Metric.",
             fix=_instead(value),
         )
@@ -357,7 +357,7 @@ def _not_scalar(name: str, value: Any) -> ValueError:
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     return make_error(
         ValueError,
-        f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}.",
+        f"self.log({name!r}, ...): the tensor must have a single element, got {kind}{shape}.",
         fix=f"Reduce it first, for instance self.log({name!r}, value.mean()), or log each element under its own name.",
     )
 

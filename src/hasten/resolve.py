@@ -179,8 +179,10 @@ def _once(owner: str, name: str, value: Any, given: Mapping[str, Any]) -> Any:
 
     """
     if value is not None and name in given:
+        where = "accelerator flag" if name == "accelerator" else "plugins"
         raise MisconfigurationException(
-            f"{owner}(...) and its strategy both set the same: {value!r} and {given[name]!r}.", fix="Leave one out."
+            f"{owner}(...): {name} set through both strategy class and {where}: {given[name]!r} and {value!r}.",
+            fix="Leave one out.",
         )
     return given.get(name, value)
 
@@ -292,6 +294,13 @@ def _kinds() -> dict[str, type[Accelerator]]:
 
 def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if isinstance(accelerator, Accelerator):
+        if not accelerator.is_available():
+            raise MisconfigurationRuntimeError(
+                f"{owner}(accelerator={type(accelerator).__name__}()): it can not run on your system, where "
+                "is_available() is False.",
+                fix=f"Use one of {_listed(_present_accelerators())}.",
+                argument="accelerator",
+            )
         return accelerator
     given = f"{owner}(accelerator={check.shown(accelerator)})"
     if accelerator is not None and not isinstance(accelerator, str):
@@ -635,8 +644,8 @@ def _named_precision(
         return Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     if name == "16-mixed" and device.type == "cpu":
         rank_zero_warn(
-            f"{owner}(precision={written!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a GPU. "
-            "Using precision='bf16-mixed'."
+            f"{owner}(precision={written!r}, accelerator='cpu'): AMP with fp16 is not supported on CPU, where a "
+            "gradient scaler does nothing. Using precision='bf16-mixed'."
         )
         name = "bf16-mixed"
     assert is_mixed(name)

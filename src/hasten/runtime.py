@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import copies_in_background, is_host
+from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.checkpoint.background import writer_of
@@ -18,7 +19,7 @@ from hasten.extend.origin import is_builtin
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
 from hasten.precision.empty_init import NoInit, fill_empty, left_out
-from hasten.strategies.program import detect_overrides, own_states, with_overrides
+from hasten.strategies.program import detect_overrides, own_methods, with_overrides
 
 if TYPE_CHECKING:
     from hasten.checkpoint.background import BackgroundWriter
@@ -132,7 +133,7 @@ class Runtime:
         self._overridden = detect_overrides(strategy, self.precision)
         # Computes a step: the strategy's engine, with the methods that a program has overridden.
         self.engine = with_overrides(strategy.engine, strategy, self.precision, self._overridden)
-        self.own_states = own_states(strategy, self.precision, self._overridden)
+        self.own_methods = own_methods(strategy, self.precision, self._overridden)
         self._reduce = strategy.reduce if "reduce" in self._overridden.of_strategy else strategy.all_reduce
 
     def detect_overrides(self) -> None:
@@ -148,7 +149,7 @@ class Runtime:
 
     def __getstate__(self) -> dict[str, Any]:
         # Bound functions cannot be pickled; __setstate__ chooses them again.
-        chosen = ("engine", "scaler", "_reduce", "own_states")
+        chosen = ("engine", "scaler", "_reduce", "own_methods")
         return {name: value for name, value in self.__dict__.items() if name not in chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -383,9 +384,10 @@ class Runtime:
 
     def teardown(self) -> None:
         """Release what the run holds; the process group stays until the program ends."""
-        # Also where the strategy of a program defines teardown() and does not call that of its base.
-        self.checkpoint_io.teardown()
         self.strategy.teardown()
+        if defined_by_program(self.strategy, "teardown"):
+            # It may not call that of its base.
+            self.checkpoint_io.teardown()
         self.precision.teardown()
         self.accelerator.teardown()
 

@@ -64,6 +64,21 @@ def test_a_logger_of_a_hosted_product_can_be_named() -> None:
         LitLogger()
 
 
+def test_programs_ask_for_the_launcher_and_parts_of_a_strategy() -> None:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+    kinds: dict[str, Any] = {"ddp": _SubprocessScriptLauncher, "ddp_spawn": _MultiProcessingLauncher}
+    for name, kind in kinds.items():
+        strategy: Any = pl.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False).strategy
+        assert [each for each in kinds.values() if isinstance(strategy.launcher, each)] == [kind]
+    assert strategy.launcher._start_method == "spawn"
+    assert (strategy._layer_sync, strategy._get_process_group_backend(), strategy._num_nodes) == (None, "gloo", 1)
+    strategy = pl.strategies.SingleDeviceStrategy()
+    strategy._lightning_module = module = torch.nn.Linear(1, 1)
+    assert strategy.lightning_module is module
+
+
 @pytest.mark.parametrize("root", ["lightning.fabric", "pytorch_lightning"])
 def test_launchers_work_in_one_process_and_refuse_more(root: str) -> None:
     launchers = importlib.import_module(f"{root}.strategies.launchers")
@@ -101,6 +116,9 @@ def test_a_strategy_with_a_launcher_of_its_own_trains_in_one_process() -> None:
     assert trainer.global_step == 1
     with warned(UserWarning, says=("Own._configure_launcher()", "torchrun")):
         pl.Trainer(accelerator="cpu", devices=2, strategy=Own(), logger=False)
+    Own.configure_ddp = lambda self: None  # type: ignore[attr-defined]
+    with warned(UserWarning, says="Own.configure_ddp() is not called", fix="setup()"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=Own(), logger=False)
     _launch_process_observer([])
     with refused(ValueError, says="_launch_process_observer"):
         _launch_process_observer([object()])

@@ -751,6 +751,7 @@ def test_a_checkpoint_io_may_be_a_mock(tmp_path: Path) -> None:
     trainer = quiet(plugins=[io], callbacks=[saves], enable_checkpointing=True)
     trainer.fit(BoringModel())
     assert io.save_checkpoint.called
+    io.teardown.assert_called_once_with()
 
 
 def test_warnings_come_in_each_run() -> None:

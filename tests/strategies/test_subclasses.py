@@ -173,6 +173,27 @@ def test_the_state_of_a_precision_is_saved_and_restored(tmp_path: Path) -> None:
     assert again.done == 4
 
 
+def test_a_precision_is_connected_to_the_optimizers() -> None:
+    class Slower(Precision):
+        def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+            optimizers[0].param_groups[0]["lr"] = 0.25
+            return model, optimizers, lr_schedulers
+
+    trainer = quiet(plugins=[Slower()], max_steps=1)
+    trainer.fit(Classifier(), loader())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+def test_an_accelerator_that_is_not_there_is_refused() -> None:
+    class Missing(CPUAccelerator):
+        @staticmethod
+        def is_available() -> bool:
+            return False
+
+    with refused(MisconfigurationException, "accelerator", says="Missing()): it can not run", fix="'cpu'"):
+        quiet(accelerator=Missing())
+
+
 def test_contexts_of_steps_and_the_setup_of_an_accelerator_are_called() -> None:
     class Own(Precision):
         def _noted(self, step: str) -> AbstractContextManager[None]:

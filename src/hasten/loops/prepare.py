@@ -302,6 +302,8 @@ def configure_optimizers(run: Run) -> None:
             automatic=module.automatic_optimization,
             steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
         )
+    if (connect := run.runtime.own_methods.get("connect")) is not None:
+        _, optimizers, schedulers = connect(module, optimizers, schedulers)
     automatic = module.automatic_optimization
     optim.check(optimizers, schedulers, automatic=automatic, owner=owner)
     warn_of_schedulers(optimizers, schedulers, automatic=automatic, owner=owner, max_epochs=run.limits.max_epochs)

@@ -62,7 +62,7 @@ class RunState:
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
-            own = run.runtime.own_states.get("lightning_module_state_dict")
+            own = run.runtime.own_methods.get("lightning_module_state_dict")
             weights = run.runtime.strategy.state.state_dict(run.module) if own is None else own()
             if not isinstance(weights, dict):
                 _check_is_dict(run, run.module, weights)
@@ -126,7 +126,7 @@ class RunState:
 
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
-        state_of = runtime.own_states.get("optimizer_state", runtime.strategy.state.optimizer_state)
+        state_of = runtime.own_methods.get("optimizer_state", runtime.strategy.state.optimizer_state)
         checkpoint: dict[str, Any] = {
             "optimizer_states": [state_of(one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
@@ -134,7 +134,7 @@ class RunState:
         if runtime.scaler is not None:
             runtime.engine.update_scale()
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
-        if (own := runtime.own_states.get("state_dict")) is not None:
+        if (own := runtime.own_methods.get("state_dict")) is not None:
             checkpoint[type(runtime.precision).__qualname__] = own()
         gradients = None
         if run.window.gradients_may_count():

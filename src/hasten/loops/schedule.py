@@ -208,7 +208,7 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     if value is not None:
         return value
     what = (
-        f"The scheduler {type(config.scheduler).__name__} steps on monitor={name!r}, which was never logged. "
+        f"{type(config.scheduler).__name__} conditioned on metric {name} which is not available: it was never logged. "
         f"Logged so far: {sorted(metrics)}."
     )
     fix = (

@@ -53,7 +53,7 @@ class StartCopies(launch.Launcher):
     """Start all processes of this machine as copies of this one, which waits for them."""
 
     def __init__(self, start_method: str) -> None:
-        self.start_method = start_method
+        self.start_method = self._start_method = start_method
 
     def launch(
         self, run: launch.Run[T], cluster: clusters.ClusterEnvironment, num_processes: int, owner: KeepsResults | None

@@ -175,7 +175,7 @@ class ModelExport:
         given = self.example_input_array if given is None else given
         if given is None:
             raise MisconfigurationException(
-                f"{type(self).__name__}.{call}: there is no input to run with.",
+                f"{type(self).__name__}.{call}: neither `{argument}` nor `model.example_input_array` attribute is set.",
                 fix=f"Pass {argument}=..., or set self.example_input_array in __init__.",
             )
         # The hooks of the module for a batch may make of it what forward takes.

@@ -76,7 +76,7 @@ else:
             def refuse(*_: Any, **__: Any) -> Any:
                 raise make_error(
                     TypeError,
-                    f"{kind}.{name}() makes a new object and does not change this one.",
+                    f"{kind}.{name}() cannot be called on an instance: it makes a new object.",
                     fix=f"Write model = {kind}.{name}(path).",
                 )
 
@@ -142,7 +142,7 @@ class HyperparametersMixin:
         """Add hyper-parameters, for programs for Lightning that do not call ``save_hyperparameters``."""
         values = vars(hp) if isinstance(hp, Namespace) else hp
         if not isinstance(values, Mapping):
-            raise ValueError(f"hyper-parameters are a dict or a Namespace, not {type(hp).__name__}")
+            raise ValueError(f"Primitives ({type(hp).__name__}) are not allowed: hyper-parameters are a dict or a Namespace")
         self.hparams.update(values)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:

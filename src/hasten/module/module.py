@@ -255,7 +255,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         if self._trainer is None and not is_read_by_jit():
             raise make_error(
                 RuntimeError,
-                f"{type(self).__name__} is not attached to a Trainer. self.trainer exists during fit, validate, test "
+                f"{type(self).__name__} is not attached to a `Trainer`. self.trainer exists during fit, validate, test "
                 "and predict:",
                 fix="use it in setup(self, stage) or a later hook, not in __init__.",
             )

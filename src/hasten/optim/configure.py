@@ -187,7 +187,7 @@ def _check_monitor(config: LRSchedulerConfig, where: str) -> None:
     kind = type(config.scheduler).__name__
     if config.monitor is None:
         raise MisconfigurationException(
-            f"{where}: {kind} steps on a monitored value, and none is given.",
+            f"{where}: it must include a monitor when a `{kind}` scheduler is used.",
             fix='Return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.',
         )
     if isinstance(config.scheduler, ReduceLROnPlateau):
@@ -204,7 +204,7 @@ def _scheduler_entry(entry: Any, where: str) -> dict[str, Any]:
     _report_unknown_keys(unknown, _SCHEDULER_KEYS, f"{where}: the lr_scheduler dict has")
     known = {key: value for key, value in entry.items() if key in _SCHEDULER_KEYS}
     if "scheduler" not in known:
-        raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
+        raise MisconfigurationException(f'{where}: the lr scheduler dict must have the key "scheduler".')
     return known
 
 
@@ -272,8 +272,8 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
         driven = getattr(config.scheduler, "optimizer", None)
         if driven is not None and optimizers and not any(driven is optimizer for optimizer in optimizers):
             raise MisconfigurationException(
-                f"{owner}.configure_optimizers(): the scheduler {type(config.scheduler).__name__} drives an optimizer "
-                "that was not returned.",
+                f"{owner}.configure_optimizers(): the scheduler {type(config.scheduler).__name__} is attached with "
+                "an optimizer that wasn't returned from `configure_optimizers`.",
                 fix="Return that optimizer too.",
             )
 
@@ -351,7 +351,7 @@ def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
 def _check_single(optimizers: list[Any], what: str, do: str) -> None:
     if len(optimizers) > 1:
         raise MisconfigurationRuntimeError(
-            f"{what} {len(optimizers)} optimizers, and automatic optimization steps one.",
+            f"{what} {len(optimizers)}: training with multiple optimizers is only supported with manual optimization.",
             fix=f"{do} one, or set self.automatic_optimization = False in __init__ and step them in training_step.",
         )
 

@@ -283,7 +283,7 @@ _STEP_OF_PRECISION = {*_STEP_OF_STRATEGY, "clip_gradients", "clip_grad_by_norm",
 # What gives a state for checkpoints.
 _OF_CHECKPOINT = {"lightning_module_state_dict", "optimizer_state"}
 _OF_STRATEGY = (*_STEP_OF_STRATEGY, *_OF_CHECKPOINT, "reduce", "save_checkpoint", "load_checkpoint")
-_OF_PRECISION = (*_STEP_OF_PRECISION, "state_dict")
+_OF_PRECISION = (*_STEP_OF_PRECISION, "state_dict", "connect")
 
 
 class Overrides(NamedTuple):
@@ -298,12 +298,12 @@ def detect_overrides(strategy: ProgramMethods, precision: Precision) -> Override
     return Overrides(defined_by_program(strategy, *_OF_STRATEGY), defined_by_program(precision, *_OF_PRECISION))
 
 
-def own_states(strategy: ProgramMethods, precision: Precision, found: Overrides) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a program that give states for checkpoints, by name."""
+def own_methods(strategy: ProgramMethods, precision: Precision, found: Overrides) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a program that give states for checkpoints, and ``connect`` of its precision, by name."""
     own: dict[str, Callable[..., Any]] = {
         name: getattr(strategy, name) for name in _OF_CHECKPOINT.intersection(found.of_strategy)
     }
-    return own | ({"state_dict": precision.state_dict} if "state_dict" in found.of_precision else {})
+    return own | {name: getattr(precision, name) for name in ("state_dict", "connect") if name in found.of_precision}
 
 
 def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision, found: Overrides) -> StepEngine:

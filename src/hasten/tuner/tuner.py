@@ -202,7 +202,8 @@ class Tuner:
                 fix="Use one of the two.",
             )
         if self._trainer.fast_dev_run:
-            rank_zero_warn(f"Tuner.{call}(): skipped, since the Trainer has fast_dev_run.")
+            what = {"lr_find": "learning rate finder", "scale_batch_size": "batch size scaler"}[call]
+            rank_zero_warn(f"Skipping {what} since `fast_dev_run` is enabled.")
         return bool(self._trainer.fast_dev_run)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten.machine.launch import RunScriptAgain
+from hasten.machine.spawn import StartCopies
 
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
@@ -154,6 +156,10 @@ def launch_process_observer(child_processes: Iterable[object]) -> None:
     if list(child_processes):
         _refuse("_launch_process_observer")
 
+
+# Programs ask of which kind trainer.strategy.launcher is.
+SubprocessScriptLauncher.register(RunScriptAgain)
+MultiProcessingLauncher.register(StartCopies)
 
 __all__ = [
     "LauncherBase", "MultiProcessingLauncher", "SubprocessScriptLauncher", "XLALauncher", "launch_process_observer",

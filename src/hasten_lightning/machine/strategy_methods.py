@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
+from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.optim import parse
 from hasten.precision.base import Precision
@@ -36,6 +37,18 @@ State = Mapping[str, object]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
+# Methods of Lightning's strategies that nothing calls here.
+_NEVER_CALLED = (
+    "_get_process_group_backend", "_register_ddp_hooks", "_setup_model", "configure_ddp", "determine_ddp_device_ids",
+    "post_training_step", "set_world_ranks", "setup_distributed", "setup_precision_plugin",
+)  # fmt: skip
+
+
+def _also(name: str) -> Any:
+    """Return a property that reads and sets another attribute."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
 class Methods(Strategy):
     """Methods that the strategies of Trainer and Fabric share."""
 
@@ -50,17 +63,27 @@ class Methods(Strategy):
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
-        if len(devices) > 1 and hasattr(self, "_configure_launcher") and not cluster.creates_processes_externally:
+        launches = len(devices) > 1 and not cluster.creates_processes_externally
+        for name in defined_by_program(self, *_NEVER_CALLED, *(("_configure_launcher",) if launches else ())):
             rank_zero_warn(
-                f"{type(self).__name__}._configure_launcher() is not called: hasten runs this program again for each "
-                "process, or copies it with DDPStrategy(start_method=...).",
-                fix="If another program is to run, start it with torchrun.",
+                f"{type(self).__name__}.{name}() is not called: hasten starts and joins processes and wraps the module "
+                "by itself.",
+                fix="Override setup(), model_to_device() or a step. If another program is to run, start it with "
+                "torchrun.",
             )
+
+    # Lightning's names for what hasten's strategies have under other names.
+    _launcher: Any = None
+    _accelerator, _num_nodes, _model = _also("accelerator"), _also("num_nodes"), _also("model")
+    _layer_sync, _process_group_backend = _also("layer_sync"), _also("_backend")
 
     @property
     def launcher(self) -> object:
         """What starts the processes; None where one process needs nothing."""
-        return getattr(self, "_launcher", None)
+        return self._launcher
+
+    def _get_process_group_backend(self) -> str:
+        return self.process_group_backend  # type: ignore[attr-defined,no-any-return]
 
     @property
     def _start_method(self) -> str:
@@ -257,6 +280,9 @@ class TrainerMethods(Methods):
         """
         return self.module_init_context(empty_init)
 
+    _lightning_module = property(
+        lambda self: self.lightning_module, lambda self, module: setattr(self, "connected_module", module)
+    )
     # Of a strategy that a program drives itself, without a Trainer.
     _made: tuple[list[Any], list[Any]] = ([], [])
 
@@ -303,6 +329,7 @@ class TrainerMethods(Methods):
 
     on_train_end = on_validation_start = on_validation_end = on_test_start = on_test_end = on_train_start
     on_predict_start = on_predict_end = on_train_start
+    post_training_step = setup_precision_plugin = _configure_launcher = set_world_ranks = on_train_start
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Do nothing: for ``super()`` in programs that override it."""

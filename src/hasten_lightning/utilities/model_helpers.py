@@ -153,7 +153,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if not power > 0:
         raise make_error(
             ValueError,
-            f"grad_norm(norm_type={norm_type!r}): the norm is a number above 0, or 'inf'.",
+            f"grad_norm(norm_type={norm_type!r}): `norm_type` must be a positive number or 'inf'.",
             argument="norm_type",
         )
     name = f"grad_{power}_norm"

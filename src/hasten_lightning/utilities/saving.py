@@ -78,7 +78,7 @@ def save_hparams_to_yaml(
     path = os.fspath(config_yaml)
     folder = os.path.dirname(path) or "."
     if not get_filesystem(path).isdir(folder):
-        raise RuntimeError(f"save_hparams_to_yaml({path!r}): the folder {folder!r} does not exist.")
+        raise RuntimeError(f"save_hparams_to_yaml({path!r}): Missing folder: {folder}.")
     write_hparams(path, as_dict(hparams))
 
 
