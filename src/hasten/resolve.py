@@ -644,8 +644,8 @@ def _named_precision(
         return Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     if name == "16-mixed" and device.type == "cpu":
         rank_zero_warn(
-            f"{owner}(precision={written!r}, accelerator='cpu'): AMP with fp16 is not supported on CPU, where a "
-            "gradient scaler does nothing. Using precision='bf16-mixed'."
+            f"{owner}(precision={written!r}, accelerator='cpu'): AMP with fp16 is not supported on CPU: its "
+            "gradient scaler needs a GPU. Using precision='bf16-mixed'."
         )
         name = "bf16-mixed"
     assert is_mixed(name)

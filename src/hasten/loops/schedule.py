@@ -208,8 +208,8 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     if value is not None:
         return value
     what = (
-        f"{type(config.scheduler).__name__} conditioned on metric {name} which is not available: it was never logged. "
-        f"Logged so far: {sorted(metrics)}."
+        f"{type(config.scheduler).__name__} conditioned on metric {name} which is not available: monitor={name!r} was "
+        f"never logged. Logged so far: {sorted(metrics)}."
     )
     fix = (
         f"{did_you_mean_value(name, metrics)} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "

@@ -203,7 +203,7 @@ class Tuner:
             )
         if self._trainer.fast_dev_run:
             what = {"lr_find": "learning rate finder", "scale_batch_size": "batch size scaler"}[call]
-            rank_zero_warn(f"Skipping {what} since `fast_dev_run` is enabled.")
+            rank_zero_warn(f"Skipping {what} since `fast_dev_run` is enabled: Tuner.{call}() does nothing.")
         return bool(self._trainer.fast_dev_run)
 
 
