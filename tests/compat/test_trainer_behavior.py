@@ -297,3 +297,20 @@ def test_limits_and_clipping_show_as_lightnings_values() -> None:
     assert trainer.val_check_batch is None
     trainer.gradient_clip_algorithm = "norm"
     assert trainer.gradient_clip_algorithm is GradClipAlgorithmType.NORM
+
+
+def test_ddp_of_one_process_draws_the_order_that_lightning_draws() -> None:
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DistributedSampler
+
+    seen: list[int] = []
+
+    class Notes(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(int(batch[0][0, 0]))
+
+    data = TensorDataset(torch.arange(6.0).repeat(8, 1).T, torch.zeros(6, dtype=torch.long))
+    hasten.seed.seed_everything(3, verbose=False)
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    Trainer(strategy="ddp", devices=1, **options).fit(Notes(), DataLoader(data))
+    assert seen == list(DistributedSampler(data, 1, 0, seed=3))

@@ -86,12 +86,13 @@ def prepare(
         return loader
     _warn_of_weights(loader, name)
     loader = _undropped(loader) if stage == "predict" else loader
-    if num_replicas == 1 and not overfit:
-        return loader
     train = stage == "train"
+    # Lightning draws the order of training also where a strategy for several processes has one.
+    if num_replicas == 1 and not overfit and not (train and shuffle and takes_each_once(loader)):
+        return loader
     seed = order_seed(seed)
     # Asked first: a list of indices no longer shows that it is one process's part.
-    is_divided = _is_divided(loader, num_replicas)
+    is_divided = _is_divided(loader) or (overfit and num_replicas == 1)
     if overfit:
         loader = _unshuffled(loader, name, seed)
     if train and rank and loader.num_workers:
@@ -179,12 +180,9 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return with_attributes(loader, **changed)
 
 
-def _is_divided(loader: DataLoader[Any], num_replicas: int) -> bool:
+def _is_divided(loader: DataLoader[Any]) -> bool:
     """Return whether a loader reads one process's part of the samples already."""
-    samplers = samplers_of(loader)
-    return num_replicas == 1 or any(
-        hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers
-    )
+    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers_of(loader))
 
 
 def _check_iterable(loader: Any, name: str) -> None:

@@ -55,7 +55,7 @@ class Conventions:
         hasten="uses every batch and recognizes the last one. To end an epoch earlier, set `limit_train_batches`",
     )
     shuffles_over_processes: bool = _decision(
-        "a training loader with `shuffle=False` on several processes",
+        "a training loader with `shuffle=False` on several processes, or under `ddp` with one",
         lightning="is shuffled",
         hasten="keeps its order",
     )

@@ -408,7 +408,7 @@ class StageData:
                 name=name,
                 stage=self.stage,
                 overfit=self._overfit,
-                shuffle=self._conventions.shuffles_over_processes,
+                shuffle=self._sampler_kwargs is not None and self._conventions.shuffles_over_processes,
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )

@@ -85,6 +85,14 @@ class Methods(Strategy):
     def _get_process_group_backend(self) -> str:
         return self.process_group_backend  # type: ignore[attr-defined,no-any-return]
 
+    def setup_distributed(self) -> None:
+        """Join the other processes, as ``setup_environment`` does, which a program may override."""
+        super().setup_environment()
+
+    def determine_ddp_device_ids(self) -> list[int | None] | None:
+        """Return the index of the device of this process; None for the CPU."""
+        return None if self.root_device.type == "cpu" else [self.root_device.index]
+
     @property
     def _start_method(self) -> str:
         return getattr(self.launcher, "start_method", "popen")
@@ -313,6 +321,9 @@ class TrainerMethods(Methods):
         assert self.lightning_module is not None, "call connect(model) first"
         self.lightning_module.to(self.root_device)
 
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return model
+
     def setup_optimizers(self, trainer: object) -> None:
         """Make optimizers and schedulers as the module's ``configure_optimizers`` says."""
         module = self.lightning_module
@@ -330,6 +341,8 @@ class TrainerMethods(Methods):
     on_train_end = on_validation_start = on_validation_end = on_test_start = on_test_end = on_train_start
     on_predict_start = on_predict_end = on_train_start
     post_training_step = setup_precision_plugin = _configure_launcher = set_world_ranks = on_train_start
+    # For a program's ``setup``: the module is wrapped when it is called.
+    configure_ddp = _register_ddp_hooks = on_train_start
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Do nothing: for ``super()`` in programs that override it."""
