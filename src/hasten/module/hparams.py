@@ -142,7 +142,7 @@ class HyperparametersMixin:
         """Add hyper-parameters, for programs for Lightning that do not call ``save_hyperparameters``."""
         values = vars(hp) if isinstance(hp, Namespace) else hp
         if not isinstance(values, Mapping):
-            raise ValueError(f"Primitives are not allowed: hyper-parameters are a dict or a Namespace, not {type(hp).__name__}")
+            raise ValueError(f"Primitives are not allowed: give a dict or a Namespace, not {type(hp).__name__}")
         self.hparams.update(values)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
