@@ -313,4 +313,10 @@ def test_ddp_of_one_process_draws_the_order_that_lightning_draws() -> None:
     hasten.seed.seed_everything(3, verbose=False)
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
     Trainer(strategy="ddp", devices=1, **options).fit(Notes(), DataLoader(data))
-    assert seen == list(DistributedSampler(data, 1, 0, seed=3))
+    order = list(DistributedSampler(data, 1, 0, seed=3))
+    assert seen == order
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    assert list(fabric.setup_dataloaders(DataLoader(data, shuffle=True)).sampler) == order
