@@ -64,6 +64,19 @@ def test_a_logger_of_a_hosted_product_can_be_named() -> None:
         LitLogger()
 
 
+def test_modules_have_the_names_that_lightning_s_modules_import() -> None:
+    from lightning.pytorch.callbacks import early_stopping
+    from lightning.pytorch.trainer import trainer
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _set_torch_flags
+
+    assert trainer.TrainerFn.FITTING == "fit"
+    assert early_stopping.Callback is hasten.Callback
+    before = torch.are_deterministic_algorithms_enabled()
+    _set_torch_flags(deterministic=not before)
+    assert torch.are_deterministic_algorithms_enabled() is not before
+    _set_torch_flags(deterministic=before)
+
+
 def test_programs_ask_for_the_launcher_and_parts_of_a_strategy() -> None:
     import pytorch_lightning as pl
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
