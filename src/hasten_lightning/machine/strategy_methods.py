@@ -367,6 +367,7 @@ class FullyShardedMethods(Strategy):
 
     _given_mixed_precision: Any = None
     _given_cpu_offload: Any = None
+    mixed_precision = _also("_given_mixed_precision")
 
     @property
     def precision_plugin(self) -> Precision:
