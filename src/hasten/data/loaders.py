@@ -86,13 +86,12 @@ def prepare(
         return loader
     _warn_of_weights(loader, name)
     loader = _undropped(loader) if stage == "predict" else loader
-    train = stage == "train"
-    # Lightning draws the order of training also where a strategy for several processes has one.
-    if num_replicas == 1 and not overfit and not (train and shuffle and takes_each_once(loader)):
+    if num_replicas == 1 and not overfit:
         return loader
+    train = stage == "train"
     seed = order_seed(seed)
     # Asked first: a list of indices no longer shows that it is one process's part.
-    is_divided = _is_divided(loader) or (overfit and num_replicas == 1)
+    is_divided = _is_divided(loader, num_replicas)
     if overfit:
         loader = _unshuffled(loader, name, seed)
     if train and rank and loader.num_workers:
@@ -102,6 +101,21 @@ def prepare(
     if is_iterable(loader):
         return divided(loader, num_replicas, rank, name=name, seed=seed)
     return _shard(loader, num_replicas, rank, seed, train=train, shuffle=shuffle and not overfit)
+
+
+def in_lightnings_order(loader: Iterable[Any], num_replicas: int, rank: int, *, shuffle: bool) -> object:
+    """Return a prepared loader of one process in the order that Lightning's strategies for several processes draw.
+
+    Args:
+        loader: the loader; returned unchanged if it has another sampler than those of ``shuffle=``.
+        num_replicas: the number of processes; of several, each has its part already.
+        rank: the index of this process.
+        shuffle: shuffle also where the loader does not.
+
+    """
+    if num_replicas > 1 or not isinstance(loader, DataLoader) or not takes_each_once(loader):
+        return loader
+    return _shard(loader, num_replicas, rank, order_seed(None), train=True, shuffle=shuffle)
 
 
 def _warn_of_weights(loader: DataLoader[Any], name: str) -> None:
@@ -180,9 +194,12 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return with_attributes(loader, **changed)
 
 
-def _is_divided(loader: DataLoader[Any]) -> bool:
+def _is_divided(loader: DataLoader[Any], num_replicas: int) -> bool:
     """Return whether a loader reads one process's part of the samples already."""
-    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers_of(loader))
+    samplers = samplers_of(loader)
+    return num_replicas == 1 or any(
+        hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers
+    )
 
 
 def _check_iterable(loader: Any, name: str) -> None:

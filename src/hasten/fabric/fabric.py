@@ -25,8 +25,7 @@ from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import map_leaves, map_tensors
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
-from hasten.data.loader_parts import is_plain_shuffle
-from hasten.data.loaders import prepare, with_seeded_workers
+from hasten.data.loaders import in_lightnings_order, prepare, with_seeded_workers
 from hasten.elsewhere import conventions
 from hasten.fabric.wrappers import (
     FabricDataLoader,
@@ -396,9 +395,9 @@ class Fabric(RuntimeView):
                     ),
                 )
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
-            # As Lightning does, also with one process.
-            draws = bool(share) and conventions.current().shuffles_over_processes and is_plain_shuffle(loader.sampler)
-            ready = prepare(loader, stage="train", name=f"dataloader {position}", shuffle=draws, **share)
+            ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
+            if share and conventions.current().shuffles_over_processes:
+                ready = in_lightnings_order(ready, **share, shuffle=False)
             if os.environ.get("PL_SEED_WORKERS") == "1":
                 ready = with_seeded_workers(ready, self.strategy.data_parallel_rank, instead_of=loader)
             device = self.device if move_to_device else None

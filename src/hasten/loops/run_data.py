@@ -23,7 +23,7 @@ from hasten.checkpoint.files import is_plain, objects_allowed
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loader_parts import samplers_of
-from hasten.data.loaders import SideStream, prepare, with_seeded_workers
+from hasten.data.loaders import SideStream, in_lightnings_order, prepare, with_seeded_workers
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.stream import CombinedStream, Stream, nothing_read, reads_once
 from hasten.elsewhere import conventions
@@ -103,6 +103,8 @@ class StageData:
         # Read loaders when and as far as Lightning does, which matters if they draw random numbers or have a wrong
         # length.
         self._conventions = conventions.current()
+        draws = stage == "train" and self._conventions.shuffles_over_processes
+        self._in_lightnings_order = sampler_kwargs if draws else None
 
     # -- which data there is
 
@@ -408,10 +410,12 @@ class StageData:
                 name=name,
                 stage=self.stage,
                 overfit=self._overfit,
-                shuffle=self._sampler_kwargs is not None and self._conventions.shuffles_over_processes,
+                shuffle=self._conventions.shuffles_over_processes,
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )
+            if self._in_lightnings_order:
+                prepared = in_lightnings_order(prepared, **self._in_lightnings_order, shuffle=not self._overfit)
             if self._process is not None:
                 prepared = self._process(prepared)
             if os.environ.get("PL_SEED_WORKERS") == "1":

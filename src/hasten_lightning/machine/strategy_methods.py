@@ -82,8 +82,8 @@ class Methods(Strategy):
         """What starts the processes; None where one process needs nothing."""
         return self._launcher
 
-    def _get_process_group_backend(self) -> str:
-        return self.process_group_backend  # type: ignore[attr-defined,no-any-return]
+    def _get_process_group_backend(self) -> object:
+        return getattr(self, "process_group_backend", None)
 
     def setup_distributed(self) -> None:
         """Join the other processes, as ``setup_environment`` does, which a program may override."""
@@ -91,7 +91,7 @@ class Methods(Strategy):
 
     def determine_ddp_device_ids(self) -> list[int | None] | None:
         """Return the index of the device of this process; None for the CPU."""
-        return None if self.root_device.type == "cpu" else [self.root_device.index]
+        return None if self.root_device.index is None else [self.root_device.index]
 
     @property
     def _start_method(self) -> str:
