@@ -340,7 +340,7 @@ MISTAKES = [
     warning("`ReduceLROnPlateau` waits longer than the fit", "learning rate", "never lowers",
             lambda: check(scheduled(lambda sgd: SCHEDULERS.ReduceLROnPlateau(sgd, patience=10),
                                     monitor="train_loss"), max_epochs=5)),
-    error("a scheduler watches what nothing logs", "learning rate", "monitor='train_los'",
+    error("a scheduler watches what nothing logs", "learning rate", "never logged",
           lambda: check(scheduled(SCHEDULERS.ReduceLROnPlateau, monitor="train_los"))),
     warning("a scheduler that steps every 10 epochs of 5", "learning rate", "it never does",
             lambda: check(scheduled(lambda sgd: SCHEDULERS.ExponentialLR(sgd, 0.9), frequency=10), max_epochs=5)),

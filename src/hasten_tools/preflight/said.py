@@ -35,7 +35,7 @@ _CALLS = ("fit", "validate", "test", "predict")
 # Errors of fit that come from no method of the program, and the row they belong to.
 _ROWS_OF_FIT = {
     "val_check_interval": "validation",
-    "The scheduler": "learning rate",
+    "conditioned on metric": "learning rate",
     "train dataloader": "train data",
     "there is no data": "train data",
 }
