@@ -1,4 +1,4 @@
-"""Types that appear in the public interface, for annotations in programs and in this package.
+"""Types that appear in the public interface: for annotations, and the status of a Trainer.
 
 Importing this module imports torch and the base classes named here, nothing else. Modules that need the types for
 annotations only import them for the type checker::
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hasten._lib.names import LightningEnum
 from hasten.checkpoint.files import CheckpointIO
 from hasten.loggers.base import Logger
 from hasten.machine.cluster import ClusterEnvironment
@@ -152,6 +154,75 @@ Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 
 ReduceOperation: TypeAlias = "str | torch.distributed.ReduceOp | None"
 """How the tensors of several processes become one: "mean", "sum", "max", "min" or "product"; None means "sum"."""
+
+# The status of a Trainer.
+
+
+class TrainerFn(LightningEnum):
+    """The call in progress."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(LightningEnum):
+    """The part of a call in progress: fit also validates."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or test steps run."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str | None:
+        """The beginning of the name of the hook that gives this stage's data."""
+        return {"validate": "val", "sanity_check": "val"}.get(self.value, self.value)
+
+
+class TrainerStatus(LightningEnum):
+    """How the call went."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the call has ended."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+@dataclass
+class TrainerState:
+    """Status, call and stage in one place."""
+
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+    fn: TrainerFn | None = None
+    stage: RunningStage | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last call came to its end."""
+        return self.status == TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call has ended, in whichever way."""
+        return self.status.stopped
+
+
+# Where a call begins.
+FIRST_STAGE = {fn: RunningStage("train" if fn == TrainerFn.FITTING else fn.value) for fn in TrainerFn}
+
 
 __all__ = [
     "AcceleratorLike", "Batch", "CompileLike", "Dataloaders", "Devices", "Duration", "Group",

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
 from hasten.trainer.settings import Setting
-from hasten.types import PathLike
+from hasten.types import PathLike, TrainerFn, TrainerStatus
 from hasten_lightning import environment
 from hasten_lightning._classes.plugins import precision_as_facade
 from hasten_lightning._classes.strategies import as_facade

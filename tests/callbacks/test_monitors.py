@@ -22,7 +22,7 @@ from hasten.callbacks import (
     monitors,
 )
 from hasten.hooks import overrides
-from hasten.loops.progress import RunningStage
+from hasten.types import RunningStage
 from tests.callbacks.scripted import BATCHES, Scripted, run
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet, same_weights

@@ -24,8 +24,8 @@ from hasten.accelerators import CPUAccelerator
 from hasten.callbacks.prediction_writer import WriteInterval
 from hasten.callbacks.timer import Interval
 from hasten.demos import BoringDataModule, BoringModel
-from hasten.loops.progress import RunningStage, TrainerFn, TrainerStatus
 from hasten.strategies import SingleDeviceStrategy
+from hasten.types import RunningStage, TrainerFn, TrainerStatus
 from hasten.utilities import data, enums, memory, model_helpers, parsing, rank_zero, saving
 from hasten.utilities.data import DistributedSamplerWrapper, UnrepeatedDistributedSampler
 from hasten.utilities.model_helpers import DeviceDtypeMixin

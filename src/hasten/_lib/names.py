@@ -9,7 +9,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, StrEnum
-from typing import ParamSpec, Self, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, Self, TypeVar
 
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_warn
@@ -147,6 +148,12 @@ def defined_by_program(obj: object, *methods: str) -> list[str]:
         if method is not None and (name in own or package not in ROOTS):
             found.append(name)
     return found
+
+
+def plain_function(method: Callable[..., Any]) -> FunctionType | None:
+    """Return the function of a method without wrappers; None for anything else."""
+    function = getattr(method, "__func__", None)
+    return function if type(function) is FunctionType and not vars(function) else None
 
 
 def has_parameter(function: Callable[..., object], name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from hasten._lib.errors import make_error
 from hasten.extend import frames
-from hasten.extend.origin import is_builtin_file
+from hasten.extend.origin import FOLDERS
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -113,12 +113,8 @@ def rank_zero_warn(
 
 def _users_level() -> int:
     """Return the stacklevel, seen from the caller, of the first frame outside this package."""
-    level = 0
-    for frame in frames.outwards(frames.caller()):
-        level += 1
-        if not is_builtin_file(frames.file_of(frame)):
-            break
-    return level
+    running = enumerate(frames.outwards(frames.caller()), 1)
+    return next((level for level, frame in running if not frames.file_of(frame).startswith(FOLDERS)), 1)
 
 
 class LightningDeprecationWarning(DeprecationWarning):

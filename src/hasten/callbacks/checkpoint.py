@@ -36,9 +36,9 @@ from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
-from hasten.loops.progress import TrainerFn
 from hasten.machine import agreement
 from hasten.module.callback import Callback
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.checkpoint.background import BackgroundWriter

@@ -14,8 +14,8 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean_value, warn_of_mode, without_unknown
 from hasten._lib.rank_zero import log, rank_prefixed_message, rank_zero_info, rank_zero_warn
-from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -17,11 +17,11 @@ from hasten._lib.names import defined_by_program, without_unknown
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import use_hooks
-from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.devices import get_cpu_stats
 from hasten.module.callback import Callback
 from hasten.report.peaks import flop_counter
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
+from hasten.types import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -26,9 +26,9 @@ from hasten.callbacks.tqdm_bar import is_terminal
 from hasten.elsewhere import conventions
 from hasten.hooks import use_hooks
 from hasten.loggers.base import joined_versions
-from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.host import in_notebook
 from hasten.module.callback import Callback
+from hasten.types import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -17,8 +17,8 @@ from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -13,9 +13,9 @@ from hasten._lib.errors import MisconfigurationException, parts_of
 from hasten._lib.names import LightningEnum
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.hooks import use_hooks
-from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.signals import StopRequests
 from hasten.module.callback import Callback
+from hasten.types import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

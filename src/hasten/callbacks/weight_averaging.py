@@ -23,13 +23,13 @@ from hasten.checkpoint.snapshots import showing
 from hasten.elsewhere import conventions
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
-from hasten.loops.progress import TrainerFn
 from hasten.loops.run_data import make_transfer
 from hasten.loops.user_code import with_batch_idx_if_taken
 from hasten.module.callback import Callback
 from hasten.optim import LRSchedulerConfig
 from hasten.seed import isolate_rng
 from hasten.strategies.sharded import as_shard, local_part
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

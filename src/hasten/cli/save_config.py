@@ -12,8 +12,8 @@ from jsonargparse import Namespace
 from hasten._lib.errors import make_error
 from hasten.cli.hyperparameters import WITH_NONE
 from hasten.hooks import overrides
-from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.cli.parser import LightningArgumentParser

@@ -17,14 +17,15 @@ from hasten.compile.cuda_graphs import recorded_steps
 from hasten.data import advice
 from hasten.hooks import STEPS, nothing, overrides, redefines
 from hasten.loops.processes import in_step, leave_evaluation
-from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.resume import before_validation
 from hasten.loops.run import Earlier, Run
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, DataloaderIterator, StageData, make_transfer
 from hasten.loops.schedule import Stopped, step_on_monitored
-from hasten.loops.user_code import annotate, check_takes_loader, compiled_step, step_of, takes, takes_iterator
+from hasten.loops.user_code import annotate, compiled_step, step_of, takes, takes_iterator
 from hasten.module import LightningModule
+from hasten.module.signatures import check_takes_loader
 from hasten.seed import isolate_rng
+from hasten.types import RunningStage, TrainerFn
 
 
 def sanity_check(run: Run) -> None:
@@ -42,7 +43,7 @@ def sanity_check(run: Run) -> None:
         on_row, run.logged.on_row = run.logged.on_row, None
         with run.data.validation.limited_to(steps):
             if not run.data.validation.is_off():
-                check_takes_loader(run, "validation", len(run.data.validation.load()))
+                check_takes_loader(run.module, run.hooks, "validation", len(run.data.validation.load()))
                 run.observers.watch("run_evaluation", evaluate)(run, run.data.validation)
         _warn_of_monitors(run)
         run.logged.on_row = on_row
@@ -181,7 +182,7 @@ def evaluate_and_print(
                 fix=f"Set trainer.{limit} = 1.0 before it.",
             )
         return []
-    check_takes_loader(run, "test" if testing else "validation", len(source.load()))
+    check_takes_loader(run.module, run.hooks, "test" if testing else "validation", len(source.load()))
     results = evaluate(run, source)
     run.limits.leave_if_stopped()
     if run.evaluation.prints and run.runtime.is_global_zero:
@@ -405,7 +406,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
         return None
     hooks, module, count = run.hooks, run.module, len(run.data.predict.load())
     several = count > 1
-    check_takes_loader(run, "predict", count)
+    check_takes_loader(run.module, run.hooks, "predict", count)
     run.runtime.strategy.sharding.reshard()
     if run.conventions.samplers_learn_epoch:
         run.data.predict.tell_samplers(run.progress.current_epoch)

@@ -29,7 +29,6 @@ from hasten.loops.processes import (
     nothing_to_train,
     skip_epoch,
 )
-from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run, Window
 from hasten.loops.run_data import DataloaderIterator, FetchedHooks, make_transfer
 from hasten.loops.saved_state import batch_start
@@ -54,6 +53,7 @@ from hasten.module import LightningModule
 from hasten.optim import needs_closure
 from hasten.optim.backward import InBackward
 from hasten.optim.fast_step import is_watched, unchanged
+from hasten.types import RunningStage
 
 if TYPE_CHECKING:
     from hasten.hooks import Hooks
@@ -187,7 +187,7 @@ def train_epoch(run: Run) -> None:
 
     if several_processes:
         run.wrapped = run.runtime.engine.wrap_late(run.module, run.wrapped, run.runtime.wrap)
-    run.observers.first_epoch.at_start(run)
+    run.observers.begin_batches(run)
     fetches = takes_iterator(run.module.training_step)
     if fetches:
         warn_once(
@@ -203,7 +203,7 @@ def train_epoch(run: Run) -> None:
         run.observers.pace.end_epoch()
     run.resume.batch_start = None
     check_some_loss(run)
-    run.observers.first_epoch.at_end(run)
+    run.observers.end_batches(run)
 
     logged.close_epoch("train")
     logged.show_loss(run.window.loss)

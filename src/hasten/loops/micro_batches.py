@@ -25,11 +25,11 @@ from hasten.hooks import overrides
 from hasten.logged_value import LoggedValue, extreme
 from hasten.logged_values import LoggedValues
 from hasten.loops.processes import host_group, zero_loss
-from hasten.loops.progress import TrainerFn
 from hasten.loops.saved_state import SavedBatch, StepState
 from hasten.loops.user_code import MEMORY_NOTE
 from hasten.memory import nothing_repeated, offloaded, recomputed, repeated_blocks
 from hasten.module.datamodule import DataHooks
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

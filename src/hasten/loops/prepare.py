@@ -29,7 +29,6 @@ from hasten.hooks import nothing, overrides, redefines
 from hasten.loggers.base import Logger
 from hasten.loops import micro_batches
 from hasten.loops.processes import check_module, check_optimizers
-from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState, check_left_to_train
 from hasten.loops.run import Run
 from hasten.loops.user_code import (
@@ -53,6 +52,7 @@ from hasten.optim.configure import warn_of_none, warn_of_schedulers
 from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.optim.manual import FirstGradients

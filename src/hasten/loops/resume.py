@@ -27,7 +27,6 @@ from hasten.checkpoint.files import not_found, present
 from hasten.elsewhere import conventions
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
-from hasten.loops.progress import TrainerFn
 from hasten.loops.run import Earlier, Run, has_batch_in_hand, is_inside_batch
 from hasten.loops.saved_state import refuse_inside
 from hasten.machine.stacks import passes_program
@@ -37,6 +36,7 @@ from hasten.module.hparams import StoredHyperParameters
 from hasten.module.module import ToggledParameters
 from hasten.record.history import History
 from hasten.seed import RandomGenerators, collect_rng_state
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime

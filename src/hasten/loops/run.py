@@ -16,10 +16,9 @@ from hasten.checkpoint.metrics import ModuleMetrics
 from hasten.elsewhere.conventions import Conventions, current
 from hasten.hooks import Hooks, nothing
 from hasten.logged_values import LoggedValues
-from hasten.loops.progress import RunningStage, TrainerState
+from hasten.loops.first_epoch import FirstEpoch
 from hasten.loops.run_data import StageData, StallMonitor
 from hasten.loops.schedule import Limits, ValidationSchedule
-from hasten.loops.user_code import FirstEpoch
 from hasten.module import LightningModule
 from hasten.module.changes import ModuleChanges
 from hasten.optim import LRSchedulerConfig
@@ -27,6 +26,7 @@ from hasten.optim.averaged import AveragedWeights
 from hasten.record.file import NoRecord
 from hasten.record.history import History
 from hasten.record.pace import Pace
+from hasten.types import RunningStage, TrainerState
 
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
@@ -259,6 +259,14 @@ class Observers:
     epoch_ended: Callable[[], None] | None = None
     # Names of the speed-ups that Trainer(speed=...) has switched on; None if it chose none.
     levers: tuple[str, ...] | None = None
+
+    def begin_batches(self, run: Run) -> None:
+        """Tell the observers that the batches of an epoch follow."""
+        self.first_epoch.at_start(run)
+
+    def end_batches(self, run: Run) -> None:
+        """Tell the observers that all batches of an epoch are trained."""
+        self.first_epoch.at_end(run)
 
 
 @dataclass(eq=False)

@@ -14,12 +14,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from hasten._lib import VERSION
 from hasten.machine.host import cpu_name, process_age_seconds, total_memory_bytes, usable_cores
 
+# Results of Trainer(speed=...), by Trainer: an ``Advice``, which the record of its run repeats.
+verdicts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # Packages whose version may explain a result; each only where the program has imported it.
 _PACKAGES = (
     "torchmetrics", "torchvision", "torchaudio", "transformers", "datasets", "accelerate", "peft", "timm", "lightning",

@@ -15,7 +15,6 @@ from hasten.elsewhere import conventions
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
 from hasten.loops.prepare import set_optimizers
-from hasten.loops.progress import TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.run import Progress, Run
 from hasten.loops.saved_state import SavedObjects
 from hasten.loops.user_code import check_call
@@ -25,6 +24,7 @@ from hasten.module.callback import Callback
 from hasten.module.log_methods import log_into
 from hasten.profilers.base import PassThroughProfiler
 from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.types import TrainerFn, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments

@@ -15,8 +15,6 @@ from hasten.arguments import Arguments, require_callback
 from hasten.compile.settings import inner_model as inner_model
 from hasten.elsewhere import conventions
 from hasten.loggers.base import Logger
-from hasten.loops.progress import TrainerFn, TrainerStatus
-from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
 from hasten.machine.cluster import SLURMEnvironment
 from hasten.machine.host import is_interactive
@@ -25,6 +23,8 @@ from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.hparams import remove_unpicklable
 from hasten.module.log_methods import log_into
+from hasten.module.signatures import check_signatures
+from hasten.types import TrainerFn, TrainerStatus
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

@@ -14,12 +14,12 @@ from typing import Any
 
 from hasten._lib.observers import set_until
 from hasten.hooks import overrides
-from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import StageData
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks
 from hasten.profilers.base import Profiler, is_off
+from hasten.types import RunningStage
 
 Call = Callable[..., Any]
 

@@ -15,11 +15,11 @@ from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
 from hasten.loggers.folders import FolderLogger
-from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
 from hasten.trainer.settings import TrainerSettings
 from hasten.trainer.tools import LoopOf
+from hasten.types import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
     import torch

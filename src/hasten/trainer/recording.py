@@ -15,10 +15,10 @@ from hasten._lib.files import is_url, local
 from hasten.callbacks.checkpoint_files import default_folder
 from hasten.hooks import nothing
 from hasten.loggers.base import DummyLogger
-from hasten.loops.progress import TrainerFn
 from hasten.record import about
-from hasten.record.advice import verdicts
+from hasten.record.about import verdicts
 from hasten.record.file import FILE_NAME, FORMAT, NoRecord, Record
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.checkpoint.files import present
-from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import find_last
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

@@ -20,7 +20,7 @@ from hasten._lib.explain import explain
 from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.arguments import check_arguments
+from hasten.arguments import check_arguments, require_callback
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching
 from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, from_lightning
@@ -31,18 +31,18 @@ from hasten.loops.evaluate import evaluate_and_print, predict
 from hasten.loops.fit import fit
 from hasten.loops.prepare import prepare, remake_loader
 from hasten.loops.processes import check_program
-from hasten.loops.progress import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.resume import RunState, resolve_path
 from hasten.loops.run import Observers, Progress, Run, RunData, Window
 from hasten.loops.run_data import StageData
 from hasten.loops.schedule import Limits, ValidationSchedule
-from hasten.loops.user_code import check_call, check_signatures
+from hasten.loops.user_code import check_call
 from hasten.machine import agreement, watchdog
 from hasten.machine.collectives import joined
 from hasten.machine.signals import LeaveRun, StopRequests, leaving
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
+from hasten.module.signatures import check_signatures
 from hasten.optim import HastenOptimizer
 from hasten.optim.backward import to_clip
 from hasten.profilers.base import PassThroughProfiler, Profiler
@@ -57,6 +57,7 @@ from hasten.trainer.properties import TrainerView
 from hasten.trainer.recording import recorded
 from hasten.trainer.tools import advise, check, choose_speed, eject
 from hasten.types import (
+    FIRST_STAGE,
     AcceleratorLike,
     CompileLike,
     Dataloaders,
@@ -71,6 +72,9 @@ from hasten.types import (
     SpeedName,
     StrategyLike,
     Tensors,
+    TrainerFn,
+    TrainerState,
+    TrainerStatus,
 )
 
 if TYPE_CHECKING:
@@ -564,7 +568,8 @@ class Trainer(TrainerView):
         body: Callable[[Run], Result],
     ) -> Result:
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
-        check_signatures(module, datamodule, self._callbacks)
+        callbacks = [require_callback("Trainer.callbacks", each) for each in self._callbacks]
+        check_signatures(module, datamodule, callbacks)
         if fn is TrainerFn.FITTING and self._inside_fit:
             raise make_error(
                 RuntimeError,

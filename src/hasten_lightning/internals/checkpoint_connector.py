@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten.checkpoint import files
 from hasten.checkpoint.contents import Phase, from_lightning, load_scheduler
-from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState
 from hasten.module.hparams import StoredHyperParameters
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.callbacks import Callback
-    from hasten.loops.progress import TrainerState
     from hasten.loops.run import Run
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
-    from hasten.types import PathLike
+    from hasten.types import PathLike, TrainerState
 
     class Resumes(Protocol):
         """A Trainer."""

@@ -15,10 +15,10 @@ from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
 from hasten.elsewhere import conventions
 from hasten.loops.evaluate import evaluate
-from hasten.loops.progress import RunningStage, TrainerFn, TrainerStatus
 from hasten.report.summary import print_results
 from hasten.runtime import ReadOnly
 from hasten.trainer.settings import Setting
+from hasten.types import RunningStage, TrainerFn, TrainerStatus
 from hasten_lightning.loops.counts import (
     BatchCounts,
     Counters,

@@ -15,10 +15,6 @@ from hasten._lib.rank_zero import rank_zero_info as rank_zero_info
 from hasten._lib.rank_zero import rank_zero_only as rank_zero_only
 from hasten._lib.rank_zero import rank_zero_warn as rank_zero_warn
 from hasten.data.combined import CombinedLoader as CombinedLoader
-from hasten.loops.progress import RunningStage as RunningStage
-from hasten.loops.progress import TrainerFn as TrainerFn
-from hasten.loops.progress import TrainerState as TrainerState
-from hasten.loops.progress import TrainerStatus as TrainerStatus
 from hasten.module.hparams import AttributeDict as AttributeDict
 from hasten.module.hparams import HyperparametersMixin as HyperparametersMixin
 from hasten.optim import HastenOptimizer as LightningOptimizer  # noqa: F401
@@ -27,6 +23,10 @@ from hasten.report.summary import summarize as summarize
 from hasten.report.throughput import Throughput as Throughput
 from hasten.report.throughput import measure_flops as measure_flops
 from hasten.seed import isolate_rng as isolate_rng
+from hasten.types import RunningStage as RunningStage
+from hasten.types import TrainerFn as TrainerFn
+from hasten.types import TrainerState as TrainerState
+from hasten.types import TrainerStatus as TrainerStatus
 from hasten_lightning.utilities.data import apply_to_collection as apply_to_collection
 from hasten_lightning.utilities.data import is_shared_filesystem as is_shared_filesystem
 from hasten_lightning.utilities.data import move_data_to_device as move_data_to_device

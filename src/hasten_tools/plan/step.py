@@ -22,12 +22,12 @@ from hasten.batching.split import measure as samples_of
 from hasten.extend.origin import FOLDERS
 from hasten.loggers.base import DummyLogger
 from hasten.loops.fit import make_step
-from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
 from hasten.strategies.experts import holds_experts
 from hasten.strategies.mesh.stages import stages_of_blocks
 from hasten.strategies.mesh.strategy import MeshStrategy
+from hasten.types import RunningStage
 from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.ledger import (
     ACTIVATIONS,

@@ -23,15 +23,15 @@ from hasten.hooks import overrides
 from hasten.loops.bad_loss import first_bad
 from hasten.loops.evaluate import evaluate, predict
 from hasten.loops.fit import fit
-from hasten.loops.progress import RunningStage
 from hasten.loops.run_data import STEP_OF
 from hasten.loops.saved_state import SavedObjects
-from hasten.loops.user_code import check_takes_loader
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
+from hasten.module.signatures import check_takes_loader
 from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.types import RunningStage
 from hasten_tools.preflight import cost, loaders, machine, methods, monitors, training, waits
 from hasten_tools.preflight.plan import Length
 from hasten_tools.preflight.report import CheckReport, Rows
@@ -276,7 +276,9 @@ class Check:
             try:
                 if not loaders.check_loaders(run, source, self.rows):
                     return
-                check_takes_loader(run, "validation" if stage == "validate" else stage, len(source.load()))
+                check_takes_loader(
+                    run.module, run.hooks, "validation" if stage == "validate" else stage, len(source.load())
+                )
                 with source.limited_to(1):
                     if stage == "predict":
                         predict(run, return_predictions=False)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from hasten.arguments import require_callback
 from hasten.callbacks.checkpoint import Checkpoint
 from hasten.callbacks.model_summary import ModelSummary
 from hasten.callbacks.prediction_writer import BasePredictionWriter
@@ -14,10 +15,11 @@ from hasten.callbacks.timer import Timer
 from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides
 from hasten.loops.run_data import HOOK_OF, STEP_OF
-from hasten.loops.user_code import check_call, check_signatures
+from hasten.loops.user_code import check_call
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import DataHooks, LightningDataModule
+from hasten.module.signatures import check_signatures
 from hasten_tools.preflight.report import Rows
 from hasten_tools.preflight.said import is_of_library, row_of_error
 
@@ -44,10 +46,14 @@ def check_methods(
     if isinstance(datamodule, LightningDataModule):
         begins &= attempted(rows, "hooks", lambda: check_signatures(LightningModule(), datamodule, []))
     for callback in trainer.callbacks:
-        begins &= attempted(rows, "hooks", lambda: check_signatures(LightningModule(), None, [callback]))  # noqa: B023
+        begins &= attempted(rows, "hooks", lambda: _check_callback(callback))  # noqa: B023
     if len(rows.rows) == before:
         rows.ok("hooks", f"names and arguments of {_count(module, datamodule, trainer.callbacks)}")
     return begins
+
+
+def _check_callback(callback: Callback) -> None:
+    check_signatures(LightningModule(), None, [require_callback("Trainer.callbacks", callback)])
 
 
 def attempted(rows: Rows, name: str, check: Callable[[], object]) -> bool:

@@ -25,7 +25,7 @@ from hasten.hooks import overrides
 from hasten.loops.resume import resolve_path
 from hasten.loops.user_code import check_call
 from hasten.machine.allocator import preloaded
-from hasten.record.advice import verdicts
+from hasten.record.about import verdicts
 from hasten_tools.speed.advice import NOT_TRIED, Advice, Line, as_argument, composed, recall, remember
 from hasten_tools.speed.advisor import AdviceError, Program, measure
 from hasten_tools.speed.changes import use_threads_of
