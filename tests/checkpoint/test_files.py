@@ -96,6 +96,19 @@ def test_ours_is_read_by_plain_torch_load(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
+def test_a_file_to_which_another_program_adds_records_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    files.save({"w": torch.ones(3000), "b": 1}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/extra.json", "0123456789" * 500)
+    assert torch.equal(files.load(path)["w"], torch.ones(3000))
+    whole = path.read_bytes()
+    for place in (whole.index(b"0123456789"), whole.index(torch.ones(9).numpy().tobytes())):
+        path.write_bytes(whole[:place] + b"x" + whole[place + 1 :])
+        with refused(CheckpointDamaged, says="is damaged"):
+            files.load(path)
+
+
 def test_other_file_systems(tmp_path: Path) -> None:
     url = "memory://runs/one/last.ckpt"
     for step in range(2):

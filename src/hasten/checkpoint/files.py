@@ -858,6 +858,8 @@ _END_BYTES = 22  # the record that ends a zip archive, without its comment
 _LARGE_BYTES = 4096
 # In the name of a record that holds the bytes of a tensor, and nothing that is unpickled.
 _STORAGE = "/data/"
+# The name of the record that torch.save writes last.
+_LAST = "/.data/serialization_id"
 # With fewer bytes of tensors, starting a thread takes longer than it saves.
 _THREAD_BYTES = 1 << 20
 
@@ -955,7 +957,7 @@ def _check_all_but_large_records(file: IO[bytes], path: str | os.PathLike[str]) 
         if has_line or expects_line:
             digest, large = _checksums(file, size - _LINE_BYTES)
             whole = has_line and expects_line and digest == line[len(_MARK) :]
-            damaged = None if whole else "its headers"
+            damaged = None if whole else _damaged_outside_records(file)
         elif _ends_elsewhere(file, size):
             damaged = "its end"
         else:
@@ -967,6 +969,13 @@ def _check_all_but_large_records(file: IO[bytes], path: str | os.PathLike[str]) 
     if damaged is not None:
         raise _differs(path, damaged)
     return large
+
+
+def _damaged_outside_records(file: IO[bytes]) -> str | None:
+    with zipfile.ZipFile(file) as archive:
+        # Where another program has added records, as ``zipfile.ZipFile(path, "a")`` does, the directory is new.
+        has_more = any(name.endswith(_LAST) for name in archive.namelist()[:-1])
+        return archive.testzip() if has_more else "its headers"
 
 
 def _ends_elsewhere(file: IO[bytes], size: int) -> bool:

@@ -358,6 +358,8 @@ class FitLoop(SourceLoop):
     def __init__(self, trainer: TrainerView) -> None:
         super().__init__(trainer, "train")
         self._epoch_loop = TrainingEpochLoop(trainer)
+        # When a program last assigned a counter of epochs, and all of them then.
+        self._counts: tuple[tuple[int, bool, int], Processed] | None = None
 
     epoch_loop = ReadOnly[TrainingEpochLoop]("_epoch_loop", "The batches of an epoch.")
     max_batches = ReadOnly[float]("_trainer.num_training_batches", "Batches of an epoch.")
@@ -368,6 +370,10 @@ class FitLoop(SourceLoop):
     def epoch_progress(self) -> LoopCounts:
         """The epochs that have begun and that are complete."""
         trainer, progress = self._trainer, self._trainer.progress
+
+        def now() -> tuple[int, bool, int]:
+            return progress.epoch, progress.in_epoch, progress.total_batches
+
         # An epoch in which max_steps is reached counts as complete.
         completed = progress.current_epoch
         begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else completed
@@ -379,8 +385,12 @@ class FitLoop(SourceLoop):
             progress.epoch = value
             if not progress.in_epoch:
                 progress.batch, progress.epoch_ended, progress.last_batch, progress.begun = 0, False, False, False
+            self._counts = now(), replace(count)
 
         count = Processed(ready=begun, completed=completed, started=begun, processed=processed)
+        if self._counts is not None and self._counts[0] == now():
+            # A program that also lowers the other counter must read that as it was.
+            count = replace(self._counts[1])
         if trainer.training and self._hook == "on_train_epoch_start":
             count.started -= 1
         return LoopCounts(replace(count), count.tell(assign))
