@@ -38,7 +38,7 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert old in text
         text = text.replace(old, new)
     plain = eject(text, tmp_path / name)
-    check_form(plain)
+    check_form(plain, 220)
     assert same(fits(text, plain=False), fits(plain, plain=True))
 
 

@@ -374,6 +374,77 @@ CASES |= {
     "the last checkpoint": Case(checkpoints=True, has=('"last.ckpt"',), lacks=("class ModelCheckpoint",)),
 }
 CASES["manual optimization"].methods = ""
+AVERAGED = """model = Net()
+    trainer.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))
+    trainer.validate(model, loader(10, shuffle=False), ckpt_path="best", verbose=False)
+    second = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2)
+    second.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))"""
+TWICE = """model = Net()
+    trainer.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))
+    trainer.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))"""
+SWA = "StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2)"
+NORM = """    def configure_model(self):
+        self.layers.insert(1, nn.BatchNorm1d(8))
+"""
+HALVES = """
+    def on_before_optimizer_step(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    def on_after_backward(self):
+        self.layers[0].weight.grad.mul_(0.5)
+"""
+CASES |= {
+    "the average of a checkpoint": Case(
+        'max_epochs=3, callbacks=[EMAWeightAveraging(decay=0.9), ModelCheckpoint("kept", monitor="val_loss")]',
+        imports="EMAWeightAveraging, ModelCheckpoint",
+        checkpoints=True,
+        fit=AVERAGED,
+        lines=280,
+        lacks=(),
+    ),
+    "averages, twice": Case(
+        'max_epochs=6, callbacks=[EMAWeightAveraging(decay=0.9), EarlyStopping("val_loss", patience=1, mode="max")]',
+        imports="EMAWeightAveraging, EarlyStopping",
+        fit=TWICE,
+        lines=210,
+        lacks=(),
+    ),
+    **{
+        f"the mean of the last epochs, {arguments}": Case(
+            f"{arguments}, callbacks=[{SWA}]",
+            imports="StochasticWeightAveraging",
+            methods=NORM,
+            configure=scheduled("StepLR(optimizer, 2, 0.5)", ', "interval": "step", "frequency": 2'),
+            has=("not self.swa_schedulers",),
+            lacks=(),
+        )
+        for arguments in (
+            'max_epochs=3, limit_train_batches=3, precision="bf16-mixed"',
+            'max_epochs=4, precision="64-true"',
+            "max_epochs=4, max_steps=17",
+            "max_steps=9",
+        )
+    },
+    "manual optimization with hooks": Case(
+        steps=MANUAL + HALVES,
+        optimizer="torch.optim.SGD(self.layers[0].parameters(), lr=0.1)",
+        configure=CASES["manual optimization"].configure,
+        fit="trainer.fit(Net(), loader(26, shuffle=True))",
+        has=("register_step_pre_hook", "model.on_after_backward()"),
+        lacks=(),
+    ),
+    "clipping by value, batches without a loss": Case(
+        'max_epochs=2, gradient_clip_val=0.01, gradient_clip_algorithm="value"', steps=SKIPS, lacks=()
+    ),
+    "a one-cycle schedule of an accumulation that changes": Case(
+        "max_epochs=3, max_steps=40, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})]",
+        imports="GradientAccumulationScheduler",
+        configure=CASES["a one-cycle schedule"].configure,
+        lacks=(),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -388,6 +459,16 @@ def test_feature(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for word in case.lacks:
         assert word not in plain.split("# -- the program")[0], word
     assert same(fits(text, plain=False), fits(plain, plain=True))
+
+
+def test_a_run_that_averages_already_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = Case(f"max_epochs=3, callbacks=[{SWA}]", imports="StochasticWeightAveraging")
+    case.configure = scheduled("StepLR(optimizer, 2)")
+    case.fit = RESUME.replace("max_epochs=4", f"max_epochs=4, callbacks=[{SWA}]")
+    plain = eject(case.text(), tmp_path / "program.py")
+    with pytest.raises(ValueError, match=r"middle.ckpt has another optimizer: resume from an earlier checkpoint"):
+        fits(plain, plain=True)
 
 
 FORMATTED = (

@@ -10,7 +10,7 @@ import pytest
 from hasten.commands import main
 from hasten_tools.eject import EjectError
 from tests.eject.running import check_form, eject
-from tests.eject.test_features import STEPS, Case
+from tests.eject.test_features import STEPS, Case, scheduled
 
 SECOND = """trainer.fit(Net(), loader(26, shuffle=True), loader(10, shuffle=False))
     L.Trainer(accelerator="cpu", {}).fit(Net(), loader(26, shuffle=True))"""
@@ -62,6 +62,14 @@ REFUSED = {
     "arguments without a name": (
         Case(imports="LearningRateMonitor", arguments='max_epochs=1, callbacks=[LearningRateMonitor("step")]'),
         "LearningRateMonitor: name its arguments",
+    ),
+    "a schedule of groups": (
+        Case(
+            "max_epochs=1, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)]",
+            imports="BackboneFinetuning",
+            configure=scheduled("CosineAnnealingLR(optimizer, 3)"),
+        ),
+        "BackboneFinetuning with CosineAnnealingLR: this scheduler does not know the group that is added",
     ),
     "no batches": (Case("max_epochs=1, limit_train_batches=0"), "limit_train_batches=0 trains on no batch"),
 }  # fmt: skip

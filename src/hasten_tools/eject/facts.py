@@ -49,6 +49,7 @@ class Facts:
         optimizers: the names of the optimizers in these lines.
         returns_optimizers: whether ``configure_optimizers`` returns an optimizer, or several and nothing else.
         schedulers: name, interval, frequency, and monitored value or None of each scheduler.
+        scheduler_kinds: their classes.
         rate_names: what LearningRateMonitor calls the learning rate of each optimizer, and the interval of its
             scheduler, None without one.
         all_parameters: whether the optimizer has exactly the parameters of the module, in their order.
@@ -75,6 +76,7 @@ class Facts:
     optimizers: list[str] = field(default_factory=list)
     returns_optimizers: bool = False
     schedulers: list[tuple[str, str, int, str | None]] = field(default_factory=list)
+    scheduler_kinds: list[str] = field(default_factory=list)
     rate_names: list[tuple[str, str | None]] = field(default_factory=list)
     all_parameters: bool = True
     length: float | None = None
@@ -153,6 +155,7 @@ def _look_at_optimizers(facts: Facts, run: Run) -> None:
     for name, config in zip(names, run.schedulers, strict=True):
         monitor = config.monitor if config.reduce_on_plateau else None
         facts.schedulers.append((name, config.interval, config.frequency, monitor))
+    facts.scheduler_kinds = [type(config.scheduler).__name__ for config in run.schedulers]
     facts.rate_names = _rate_names(run)
     if not run.optimizers:
         raise EjectError(f"{type(module).__name__}.configure_optimizers() returned None: nothing is trained.")

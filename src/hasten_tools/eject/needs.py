@@ -21,6 +21,8 @@ SHORT = {
     "32": "32-true", "16": "16-mixed", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "None": "32-true",
     "double": "64-true",
 }  # fmt: skip
+# Schedulers that step groups which an optimizer gets later.
+_FOLLOW = {"ConstantLR", "ExponentialLR", "LinearLR", "MultiStepLR", "ReduceLROnPlateau", "StepLR"}
 # Attributes of a Trainer for which the training loader must be known before the first step.
 _LENGTHS = {"estimated_stepping_batches", "num_training_batches"}
 
@@ -74,6 +76,10 @@ class Needs:
             self.manual and scales,
             "precision='16-mixed' with manual optimization: scaling is up to the steps of training_step.",
         )
+        if "BackboneFinetuning" in self.use.classes:
+            kinds = [*self.facts.scheduler_kinds, *(["SWALR"] if self.swaps else [])]
+            for kind in (one for one in kinds if one not in _FOLLOW):
+                yield True, f"BackboneFinetuning with {kind}: this scheduler does not know the group that is added."
         if self.ddp:
             for holds, what in self._needs_of_one_process():
                 yield holds, f"{what} with several processes has no short equivalent. Eject it for one device."

@@ -48,9 +48,9 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "GradientAccumulationScheduler": ("on_train_epoch_start",),
     "BackboneFinetuning": ("setup", "on_train_epoch_start"),
     "EMAWeightAveraging": (
-        "on_train_batch_end", "on_validation_epoch_start", "on_validation_epoch_end", "on_train_end",
+        "on_fit_start", "on_train_batch_end", "on_validation_epoch_start", "on_validation_epoch_end", "on_train_end",
     ),
-    "StochasticWeightAveraging": ("on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+    "StochasticWeightAveraging": ("on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
 }  # fmt: skip
 
 

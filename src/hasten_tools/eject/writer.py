@@ -96,6 +96,9 @@ def _of_steps(needs: Needs) -> dict[str, Any]:
     return {
         "closure_step": _closure_step(needs.hooks),
         "closure_loss": needs.closure and (needs.prints or needs.reads_outputs),
+        "closure_outputs": "outputs = " if use.output != "tensor" else "",
+        "closure_nonlocal": ", outputs" if use.output != "tensor" else "",
+        "hooks_of_backward": bool(hooks & {"on_before_backward", "on_after_backward"}),
         "finishes": bool(needs.clip or hooks & {"on_before_optimizer_step", "configure_gradient_clipping"}),
         "clip_arguments": _clip_arguments(needs.arguments),
         "all_parameters": facts.all_parameters and "BackboneFinetuning" not in use.classes,
@@ -150,10 +153,10 @@ def _of_schedulers(needs: Needs) -> dict[str, Any]:
     return {
         "schedulers": bool(needs.facts.schedulers) or needs.swaps,
         "configure": _configure(needs),
-        "step_schedulers": [] if needs.manual else _step_schedulers(needs),
-        "epoch_schedulers": _epoch_schedulers(needs),
-        "epoch_monitored": [] if needs.manual else _monitored(needs, "epoch"),
-        "step_monitored": [] if needs.manual else _monitored(needs, "step"),
+        "step_schedulers": _schedulers(needs, "step"),
+        "epoch_schedulers": _schedulers(needs, "epoch"),
+        "epoch_monitored": _schedulers(needs, "epoch", monitored=True),
+        "step_monitored": _schedulers(needs, "step", monitored=True),
     }
 
 
@@ -284,41 +287,22 @@ def _count(loader: str, limit: object, length: float | None) -> str:
     return "self.limit_train_batches" if length is None else f"min(len({loader}), self.limit_train_batches)"
 
 
-def _call_scheduler(name: str, hooks: set[str], metric: str | None = None) -> str:
-    if "lr_scheduler_step" in hooks:
-        return f"model.lr_scheduler_step({name}, {metric})"
-    return f"{name}.step({metric or ''})"
-
-
-def _step_schedulers(needs: Needs) -> list[str]:
-    lines: list[str] = []
-    for name, interval, frequency, monitor in needs.facts.schedulers:
-        if interval == "step" and monitor is None:
-            tests = ["is_last"] if needs.windows else []
-            tests += [f"(batch_idx + 1) % {frequency} == 0"] if frequency > 1 else []
-            call = _call_scheduler(name, needs.hooks)
+def _schedulers(needs: Needs, when: str, monitored: bool = False) -> list[str]:
+    """Return the lines that step the schedulers that step then."""
+    own, lines = "lr_scheduler_step" in needs.hooks, list[str]()
+    done = "(batch_idx + 1)" if when == "step" else "(self.current_epoch + 1)"
+    for name, interval, frequency, monitor in [] if needs.manual else needs.facts.schedulers:
+        if interval == when and (monitor is not None) == monitored:
+            # From an epoch on, StochasticWeightAveraging has a scheduler of its own in place of this one.
+            tests = ["not self.swa_schedulers"] if needs.swaps else []
+            tests += ["is_last"] if when == "step" and needs.windows and not monitored else []
+            tests += [f"{done} % {frequency} == 0"] if frequency > 1 else []
+            metric = f'self.callback_metrics["{monitor}"]' if monitored else ""
+            call = f"model.lr_scheduler_step({name}, {metric or None})" if own else f"{name}.step({metric})"
             lines += [f"if {' and '.join(tests)}:", f"    {call}"] if tests else [call]
-    return lines
-
-
-def _epoch_schedulers(needs: Needs) -> list[str]:
-    if needs.swaps:
-        return ["for scheduler in self.schedulers:", f"    {_call_scheduler('scheduler', needs.hooks)}"]
-    lines: list[str] = []
-    for name, _, frequency, _ in needs.epochwise:
-        call = _call_scheduler(name, needs.hooks)
-        test = f"if (self.current_epoch + 1) % {frequency} == 0:"
-        lines += [test, f"    {call}"] if frequency > 1 else [call]
-    return lines
-
-
-def _monitored(needs: Needs, when: str) -> list[str]:
-    lines: list[str] = []
-    for name, interval, frequency, monitor in needs.facts.schedulers:
-        if monitor is not None and interval == when:
-            call = _call_scheduler(name, needs.hooks, f'self.callback_metrics["{monitor}"]')
-            done = "(batch_idx + 1)" if when == "step" else "(self.current_epoch + 1)"
-            lines += [f"if {done} % {frequency} == 0:", f"    {call}"] if frequency > 1 else [call]
+    if needs.swaps and not needs.manual and when == "epoch" and not monitored:
+        lines += ["for swa in self.swa_schedulers:"]
+        lines += ["    model.lr_scheduler_step(swa, None)" if own else "    swa.step()"]
     return lines
 
 
