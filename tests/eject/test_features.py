@@ -377,7 +377,10 @@ CASES["manual optimization"].methods = ""
 AVERAGED = """model = Net()
     trainer.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))
     trainer.validate(model, loader(10, shuffle=False), ckpt_path="best", verbose=False)
-    second = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2)
+    second = L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2,
+        val_check_interval=2,
+    )
     second.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))"""
 TWICE = """model = Net()
     trainer.fit(model, loader(26, shuffle=True), loader(10, shuffle=False))
@@ -397,7 +400,7 @@ HALVES = """
 """
 CASES |= {
     "the average of a checkpoint": Case(
-        'max_epochs=3, callbacks=[EMAWeightAveraging(decay=0.9), ModelCheckpoint("kept", monitor="val_loss")]',
+        'max_epochs=3, val_check_interval=2, callbacks=[EMAWeightAveraging(decay=0.9), ModelCheckpoint("kept")]',
         imports="EMAWeightAveraging, ModelCheckpoint",
         checkpoints=True,
         fit=AVERAGED,

@@ -333,7 +333,7 @@ class Needs:
         if not self.use.classes & {"EarlyStopping", "ModelCheckpoint"}:
             return ""
         monitors = self.use.monitors
-        only_validation = self.val_every and monitors and not monitors & self.use.logged_in_training
+        only_validation = self.val_every and not monitors & self.use.logged_in_training
         return "validation" if only_validation else "epoch"
 
     @property
