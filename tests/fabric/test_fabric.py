@@ -714,3 +714,18 @@ def test_a_loop_whose_module_was_never_set_up_is_told_so(fabric: L.Fabric, monke
     with warned(UserWarning, says="setup(model"):
         fabric.backward(layer(torch.ones(4, 8)).mean())
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_state_made_before_setup_has_the_format_of_the_weights(fused: bool | None) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision="64-true", fused_optimizer=fused)
+    model = nn.Linear(2, 1)
+    plain = copy.deepcopy(model).double()
+    wrapped, optimizer = fabric.setup(model, torch.optim.Adagrad(model.parameters(), lr=0.1))
+    alone = torch.optim.Adagrad(plain.parameters(), lr=0.1, fused=fused)
+    for _ in range(3):
+        fabric.backward(wrapped(torch.ones(4, 2)).sum())
+        plain(torch.ones(4, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        alone.step()
+    assert torch.equal(wrapped.weight, plain.weight)

@@ -502,6 +502,8 @@ class Fabric(RuntimeView):
         modules = [module for each in self._modules if (module := each()) is not None]
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
+            if optimizer.state:  # Adagrad makes it at once: it follows the weights to their format and device.
+                optimizer.load_state_dict(optimizer.state_dict())
             check_parameters(optimizer, modules, method, self._runtime.engine)
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
