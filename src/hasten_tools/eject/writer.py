@@ -300,9 +300,6 @@ def _schedulers(needs: Needs, when: str, monitored: bool = False) -> list[str]:
             metric = f'self.callback_metrics["{monitor}"]' if monitored else ""
             call = f"model.lr_scheduler_step({name}, {metric or None})" if own else f"{name}.step({metric})"
             lines += [f"if {' and '.join(tests)}:", f"    {call}"] if tests else [call]
-    if needs.swaps and not needs.manual and when == "epoch" and not monitored:
-        lines += ["for swa in self.swa_schedulers:"]
-        lines += ["    model.lr_scheduler_step(swa, None)" if own else "    swa.step()"]
     return lines
 
 
