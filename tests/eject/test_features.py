@@ -470,8 +470,9 @@ def test_a_run_that_averages_already_is_not_resumed(tmp_path: Path, monkeypatch:
     case.configure = scheduled("StepLR(optimizer, 2)")
     case.fit = RESUME.replace("max_epochs=4", f"max_epochs=4, callbacks=[{SWA}]")
     plain = eject(case.text(), tmp_path / "program.py")
-    with pytest.raises(ValueError, match=r"middle.ckpt has another optimizer: resume from an earlier checkpoint"):
+    with pytest.raises(ValueError) as caught:
         fits(plain, plain=True)
+    assert "middle.ckpt has another optimizer" in str(caught.value)
 
 
 FORMATTED = (

@@ -153,10 +153,10 @@ def _of_schedulers(needs: Needs) -> dict[str, Any]:
     return {
         "schedulers": bool(needs.facts.schedulers) or needs.swaps,
         "configure": _configure(needs),
-        "step_schedulers": _schedulers(needs, "step"),
-        "epoch_schedulers": _schedulers(needs, "epoch"),
-        "epoch_monitored": _schedulers(needs, "epoch", monitored=True),
-        "step_monitored": _schedulers(needs, "step", monitored=True),
+        "step_schedulers": _scheduler_steps(needs, "step"),
+        "epoch_schedulers": _scheduler_steps(needs, "epoch"),
+        "epoch_monitored": _scheduler_steps(needs, "epoch", monitored=True),
+        "step_monitored": _scheduler_steps(needs, "step", monitored=True),
     }
 
 
@@ -287,7 +287,7 @@ def _count(loader: str, limit: object, length: float | None) -> str:
     return "self.limit_train_batches" if length is None else f"min(len({loader}), self.limit_train_batches)"
 
 
-def _schedulers(needs: Needs, when: str, monitored: bool = False) -> list[str]:
+def _scheduler_steps(needs: Needs, when: str, monitored: bool = False) -> list[str]:
     """Return the lines that step the schedulers that step then."""
     own, lines = "lr_scheduler_step" in needs.hooks, list[str]()
     done = "(batch_idx + 1)" if when == "step" else "(self.current_epoch + 1)"
