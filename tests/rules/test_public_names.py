@@ -68,6 +68,7 @@ NAMES = {
     "from hasten import ModelChekpoint": "Did you mean from hasten.callbacks import ModelCheckpoint?",
     "from hasten import DataLoader": "Write from torch.utils.data import DataLoader.",
     "from hasten import nn": "Write from torch import nn.",
+    "from hasten import accelerator": "Did you mean 'accelerators'?",
     "from hasten import Trianer": "'Trainer'",
     "from hasten.callbacks import EarlyStoping": "'EarlyStopping'",
     "from hasten.callbacks import CSVLogger": "Write from hasten.loggers import CSVLogger.",

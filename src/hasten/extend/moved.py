@@ -189,9 +189,11 @@ def what_to_write(package: str, name: str, known: Collection[str]) -> str:
     homes = _homes()
     if name in homes:
         return f"Write from {homes[name]} import {name}."
-    for of_torch in ("torch.utils.data", "torch.nn", "torch.optim", "torch"):
-        if name in dir(importlib.import_module(of_torch)):
-            return f"Write from {of_torch} import {name}."
+    # Names in lower case are nearer to hasten: accelerator, profiler, seed.
+    of_torch = ("torch.utils.data", "torch.nn", "torch.optim", "torch") if name == "nn" or name[:1].isupper() else ()
+    for home in of_torch:
+        if name in dir(importlib.import_module(home)):
+            return f"Write from {home} import {name}."
     # The names of classes and modules often differ in case alone.
     alike = [each for each in known if each[:1].isupper() == name[:1].isupper()]
     if hint := (did_you_mean(name, alike) or did_you_mean(name, known)).strip():
