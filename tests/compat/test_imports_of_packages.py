@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,10 @@ def test_a_strategy_with_a_launcher_of_its_own_trains_in_one_process() -> None:
         pl.Trainer(accelerator="cpu", devices=2, strategy=Own(), logger=False)
     Own.configure_ddp = lambda self: None  # type: ignore[attr-defined]
     with warned(UserWarning, says="Own.configure_ddp() is not called", fix="setup()"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=Own(), logger=False)
+    Own.setup = lambda self, trainer: self.configure_ddp()  # type: ignore[method-assign,misc]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is not called")
         pl.Trainer(accelerator="cpu", devices=1, strategy=Own(), logger=False)
     _launch_process_observer([])
     with refused(ValueError, says="_launch_process_observer"):

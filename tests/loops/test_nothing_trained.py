@@ -385,9 +385,16 @@ def test_gradients_that_the_step_drops_from_an_accumulation_are_said() -> None:
 
     with warned(UserWarning, says=("Drops.training_step", "zero_grad()", "accumulate_grad_batches=2")):
         quiet(accumulate_grad_batches=2).fit(Drops(), loader())
+
+    class OfAnother(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            nn.Linear(2, 2).zero_grad()
+            return super().training_step(batch, batch_idx)
+
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*zero_grad")
         quiet().fit(Drops(), loader())
+        quiet(accumulate_grad_batches=2).fit(OfAnother(), loader())
 
 
 def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:

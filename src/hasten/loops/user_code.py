@@ -165,11 +165,11 @@ def check_fit(run: Run) -> None:
         if run.module.automatic_optimization:
             batches = run.window.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
-            if batches > 1 and "zero_grad" in names_in(type(run.module).training_step):
+            if batches > 1 and {"optimizers", "zero_grad"} <= names_in(type(run.module).training_step):
                 warn_once(
                     f"zero_grad {type(run.module)}",
-                    f"{type(run.module).__name__}.training_step calls zero_grad(), which drops the gradients that "
-                    f"accumulate_grad_batches={batches} sums.",
+                    f"{type(run.module).__name__}.training_step calls zero_grad(). Between batches whose gradients "
+                    f"accumulate_grad_batches={batches} sums, it drops them.",
                     PossibleUserWarning,
                     fix="Leave it out: the Trainer calls it after each step.",
                 )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hasten._lib.errors import make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.extend.origin import names_in
 from hasten.optim import parse
 from hasten.precision.base import Precision
 from hasten.precision.fsdp import FSDPPrecision
@@ -44,7 +45,7 @@ _NEVER_CALLED = (
 )  # fmt: skip
 
 
-def _also(name: str) -> Any:
+def _alias_of(name: str) -> Any:
     """Return a property that reads and sets another attribute."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
@@ -65,6 +66,10 @@ class Methods(Strategy):
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         launches = len(devices) > 1 and not cluster.creates_processes_externally
         for name in defined_by_program(self, *_NEVER_CALLED, *(("_configure_launcher",) if launches else ())):
+            # Its own setup() may call it.
+            kinds = type(self).__mro__
+            if any(name in names_in(each) for kind in kinds for key, each in vars(kind).items() if key != name):
+                continue
             rank_zero_warn(
                 f"{type(self).__name__}.{name}() is not called: hasten starts and joins processes and wraps the module "
                 "by itself.",
@@ -74,8 +79,8 @@ class Methods(Strategy):
 
     # Lightning's names for what hasten's strategies have under other names.
     _launcher: Any = None
-    _accelerator, _num_nodes, _model = _also("accelerator"), _also("num_nodes"), _also("model")
-    _layer_sync, _process_group_backend = _also("layer_sync"), _also("_backend")
+    _accelerator, _num_nodes, _model = _alias_of("accelerator"), _alias_of("num_nodes"), _alias_of("model")
+    _layer_sync, _process_group_backend = _alias_of("layer_sync"), _alias_of("_backend")
 
     @property
     def launcher(self) -> object:
@@ -367,7 +372,7 @@ class FullyShardedMethods(Strategy):
 
     _given_mixed_precision: Any = None
     _given_cpu_offload: Any = None
-    mixed_precision = _also("_given_mixed_precision")
+    mixed_precision = _alias_of("_given_mixed_precision")
 
     @property
     def precision_plugin(self) -> Precision:
