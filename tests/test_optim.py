@@ -457,7 +457,7 @@ def other() -> Any:
             r"must include a monitor when a `ReduceLROnPlateau`",
         ),
         (lambda o: ([o], [{"scheduler": Own(), "reduce_on_plateau": True}]), r"`Own`.*\"monitor\": \"val_loss\""),
-        (lambda o: [o, other()], r"returned 2: training with multiple optimizers is only .*automatic_optim"),
+        (lambda o: [o, other()], r"returned 2 optimizers. Training with multiple optimizers is only .*automatic_optim"),
         (lambda o: ([o], [halve(other())]), r"the scheduler StepLR is attached with an optimizer that wasn't returned"),
         (lambda o: torch.optim.SGD([{"params": []}], lr=1.0), r"The SGD has no parameters to train"),
     ],

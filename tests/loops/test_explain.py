@@ -51,7 +51,7 @@ def unpacks_three(self: Any, batch: Any, batch_idx: int) -> Any:
             ),
             ["cycle_momentum=False"],
         ),
-        (lambda self, batch, _: next(iter(())), ["begin it again by iter(...)"]),
+        (lambda self, batch, _: next(iter(())), ["give it a default", "again by iter(...)"]),
         (lambda self, batch, _: self.outputs, ["Nothing has set self.outputs so far: set it in Net.__init__"]),
         (lambda self, batch, _: self.layer(batch[0]), ["Did you mean 'layers'?"]),
         (reaches_back, ["Detach what you carry over"]),

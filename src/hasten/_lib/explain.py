@@ -714,7 +714,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"Given normalized_shape=\[(\d+)\], expected input with shape .* of size\[(?:\d+, )*(\d+)\]", _ANY,
      lambda m, _: f"The layer takes {m[1]} features and gets {m[2]}: nn.LayerNorm({m[2]})."),
     (r"(?:cannot find|library not found for) -ltorch\b", _ANY,
-     "torch.compile cannot use libraries in a path with a space: make the virtual environment elsewhere."),
+     "torch.compile finds no libraries in a path with a space: if that of the virtual environment has one, make it "
+     "elsewhere."),
     (r"must be equal to input_size. Expected (\d+), got (\d+)", _ANY, _last_dimension),
     (r"was expecting embedding dimension of (\d+), but got (\d+)", _ANY, _last_dimension),
     (r"Expected more than 1 value per channel", _ANY, "DataLoader(..., drop_last=True), or a larger batch_size"),
@@ -845,8 +846,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "Define it by def at the top of a file, not as a lambda or inside a function: worker processes get the dataset, "
      "transforms and collate_fn by pickle. DataLoader(num_workers=0) needs none."),
     (r"", (StopIteration,),
-     "An iterator that next() reads is at its end: begin it again by iter(...), or give fit both loaders in a "
-     "CombinedLoader."),
+     "next() has found nothing more: give it a default, begin its iterator again by iter(...), or give fit both "
+     "loaders in a CombinedLoader."),
     # Methods.
     (r"forward", (NotImplementedError,), "Define forward(), or call the layers by name in the step."),
 )  # fmt: skip

@@ -351,7 +351,8 @@ def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
 def _check_single(optimizers: list[Any], what: str, do: str) -> None:
     if len(optimizers) > 1:
         raise MisconfigurationRuntimeError(
-            f"{what} {len(optimizers)}: training with multiple optimizers is only supported with manual optimization.",
+            f"{what} {len(optimizers)} optimizers. Training with multiple optimizers is only supported with manual "
+            "optimization.",
             fix=f"{do} one, or set self.automatic_optimization = False in __init__ and step them in training_step.",
         )
 

@@ -29,7 +29,7 @@ class FirstGradients:
                 "the first step() found no gradients.",
                 "Call zero_grad(), then manual_backward(loss), then step(). If they are called in this order, "
                 "the loss reaches none of its parameters: look for detach(), or for another optimizer that is toggled. "
-                "One that begins later is stepped from then on.",
+                "If it is to begin later, do not call its step() before.",
             )
             return None
         # Its gradient is kept until the next step.
