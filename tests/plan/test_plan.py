@@ -250,7 +250,7 @@ def test_the_command_plans_for_the_devices_of_the_program(tmp_path: Path) -> Non
 
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("80GB", "40 GiB", "1.5tb")] == [80 * 10**9, 40 * 2**30, 1_500 * 10**9]
-    assert [bytes_text(count) for count in (0, 999, 1000, 2_340_000_000)] == ["0 B", "999 B", "1 KB", "2.34 GB"]
+    assert [bytes_text(count) for count in (0, 999, 999_600, 2_340_000_000)] == ["0 B", "999 B", "1 MB", "2.34 GB"]
     for wrong in ("80", "GB", "-1GB", "many"):
         with refused(ValueError, fix="size"):
             parse_size(wrong)

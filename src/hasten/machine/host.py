@@ -167,7 +167,7 @@ def bytes_text(count: float) -> str:
 
     """
     for unit in ("B", "KB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
+        if count < 999.5 or unit == "TB":
             break
         count /= 1000
     return f"{count:.3g} {unit}"

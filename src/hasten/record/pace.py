@@ -744,7 +744,7 @@ def seconds_text(seconds: float) -> str:
         ('0.42 ms', '1 min 15 s', '2 h 05 min', '2 d 7 h')
 
     """
-    if 0 < seconds < 1:
+    if 0 < seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
