@@ -23,6 +23,7 @@ from hasten._lib.optional import need
 from hasten.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from hasten.machine.collectives import world_size
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -183,7 +184,7 @@ class TransformersTrainer:
         """Return the predictions of a data set as arrays, its labels, and its metrics under names such as test_loss."""
         from transformers.trainer_utils import PredictionOutput
 
-        if dist.is_initialized():
+        if world_size() > 1:
             what = "TransformersTrainer.predict(): each process has a part of the data."
             raise make_error(RuntimeError, what, fix="Start another program in one process for it.")
         metrics, found = self.module.compute_metrics, []
