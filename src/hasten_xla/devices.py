@@ -156,8 +156,9 @@ class XLAAccelerator(Accelerator):
     @staticmethod
     def auto_device_count() -> int:
         """Return the number of TPU chips; with PJRT_DEVICE=CPU, CPU_NUM_DEVICES or 1; without either 0."""
-        kind = runtime_kind()
-        return tpu_chips() or 1 if kind == "TPU" else int(os.environ.get("CPU_NUM_DEVICES", "1")) if kind else 0
+        if (kind := runtime_kind()) == "TPU":
+            return tpu_chips() or 1
+        return int(os.environ.get("CPU_NUM_DEVICES", "1")) if kind else 0
 
     @staticmethod
     def is_available() -> bool:

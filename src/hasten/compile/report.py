@@ -142,7 +142,7 @@ class CompileCounters:
         return int(self._totals[name])
 
     def report(self, cold_seconds: Mapping[int, float]) -> CompileReport:
-        """Return the totals."""
+        """Return the totals; ``cold_seconds`` is what compiling took without a cache, by the number of graphs."""
         self._update()
         seconds, graphs = self._totals["seconds"], int(self._totals["graphs"])
         self.seconds_by_graphs[graphs] = seconds

@@ -551,7 +551,8 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
 class DataloaderIterator:
     """The ``dataloader_iter`` of a step: yields (batch, batch_idx, dataloader_idx), and knows whether it is done.
 
-    Batches are not moved: the step moves them to the device itself.
+    Batches are not moved: the step moves them to the device itself. ``batches`` has (batch, whether it is the last, its
+    index, the index of its loader).
     """
 
     def __init__(self, run: Run, batches: Iterator[tuple[Any, bool, int, int]], *, is_empty: bool = False) -> None:

@@ -157,7 +157,7 @@ class Stack:
             self.first.confirm()
 
     def finish(self, output: object) -> None:
-        """End the current call.
+        """End the current call; ``output`` is None if it failed.
 
         Raises:
             MisconfigurationException: the last block was skipped, so the output is still packed.

@@ -53,7 +53,7 @@ def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> Non
 def replace(
     module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]
 ) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Replace modules inside of ``module``.
+    """Replace modules inside of ``module`` by what ``make(name, module)`` returns; None leaves one as it is.
 
     Returns:
         (parent, attribute name, original module), for ``put_back``.

@@ -126,7 +126,7 @@ def plan_variants(
     budget: float,
     speeds: Speeds | None = None,
 ) -> FitPlan:
-    """Plan a fit, and single changes where it does not fit, or the meshes for its devices."""
+    """Plan a fit, and changes where it does not fit ``memory`` bytes, or meshes; search for ``budget`` seconds."""
     until = time.monotonic() + budget
     if variants.searches_mesh:
         speeds = speeds or Speeds()

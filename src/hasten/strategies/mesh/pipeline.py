@@ -576,7 +576,7 @@ def _detached(output: Any) -> Any:
 
 
 def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[LogCall]:
-    """Return the calls of ``self.log`` in the micro-batches of a batch as calls for the whole."""
+    """Return (micro-batch, call of ``self.log``) as calls for the whole batch; ``sizes`` are in samples."""
     found: dict[Any, list[tuple[int, LogCall]]] = {}
     counted: dict[Any, int] = {}
     for place, call in calls:
