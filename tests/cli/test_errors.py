@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from hasten._lib.errors import MisconfigurationException
+from hasten.callbacks import Timer
 from hasten.cli import LightningCLI
 from hasten.demos.boring_classes import BoringModel
 from tests.cli.program import cli
@@ -109,6 +111,11 @@ def test_a_section_that_a_config_has_twice_is_said(tmp_path: Path) -> None:
     config.write_text("trainer:\n  max_epochs: 1\nmodel:\n  width: 3\ntrainer:\n  accelerator: cpu\n")
     with warned(UserWarning, says=("c.yaml has trainer: twice",)):
         cli("--config", str(config))
+    config.write_text("trainer:\n  callbacks:\n  - class_path: hasten.callbacks.Timer\nmodel:\n  width: 3\n")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*twice")
+        callbacks = cli("--config", str(config)).trainer.callbacks
+    assert any(isinstance(each, Timer) for each in callbacks)
 
 
 def test_a_class_of_lightning_is_one_of_hasten(capsys: pytest.CaptureFixture[str]) -> None:
