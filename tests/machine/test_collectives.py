@@ -73,6 +73,12 @@ def test_two_processes_exchange_tensors_objects_and_failures(tmp_path: Path) -> 
     assert run.load(f"{tmp_path}/b.ckpt")["step"] == 0
 
 
+def test_a_program_may_end_its_process_group_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As without a group; this process may be in that of another test.
+    monkeypatch.setattr("torch.distributed.distributed_c10d.is_initialized", lambda: False)
+    agreement.announce_leaving()
+
+
 def test_an_error_at_the_top_of_a_program_names_the_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(f"{kind.__name__}: {error}"))

@@ -91,8 +91,8 @@ def store_has_ended(address: tuple[Any, ...] | None) -> bool:
 
 def announce_leaving() -> None:
     """Tell the others that this process leaves the group."""
-    # The store may be gone already.
-    with suppress(RuntimeError):
+    # The store may be gone already, or the program has ended the group.
+    with suppress(RuntimeError, ValueError):
         store().set(f"left/{dist.get_rank()}", "1")
 
 
