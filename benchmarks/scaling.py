@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 import hasten as L
 import plan_70b
 import plan_moe
+from hasten.machine.host import bytes_text
 from hasten.strategies import MeshStrategy
 from hasten_tools.plan import plan_fit
-from hasten_tools.plan.report import size
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 MEMORY_BYTES = 80 * 10**9
@@ -99,7 +99,7 @@ def main() -> int:
             continue
         began = time.monotonic()
         plan = planned(row)
-        memory = size(plan.measured.on_device)
+        memory = bytes_text(plan.measured.on_device)
         is_right = bool(plan.fits) and memory == row.memory
         wrong |= not is_right
         found.append({**row._asdict(), "memory": memory, "parameters": plan.measured.parameters, "fits": plan.fits})
