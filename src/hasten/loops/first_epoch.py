@@ -168,8 +168,8 @@ class FirstEpoch:
             other, length = ("epoch", epochs) if config.interval == "step" else ("step", epochs * steps)
             if steps > 1 and vars(config.scheduler).get("T_max") == length:
                 rank_zero_warn(
-                    f"{type(config.scheduler).__name__}(T_max={length}) is as long as the {other}s of this fit, and "
-                    f"steps once per {config.interval}.",
+                    f"{type(config.scheduler).__name__}(T_max={length}) is made for the {length} {other}s of this fit, "
+                    f"and steps once per {config.interval}.",
                     PossibleUserWarning,
                     fix=f"Return {{'scheduler': scheduler, 'interval': '{other}'}}.",
                 )

@@ -1,4 +1,4 @@
-"""The computer that this process runs on: cores, memory, interactive sessions, and locks of builds."""
+"""The computer that this process runs on: cores, memory, interactive sessions, locks of builds, and sizes as text."""
 
 from __future__ import annotations
 

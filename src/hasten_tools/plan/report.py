@@ -10,6 +10,7 @@ from typing import Any
 
 from hasten._lib.errors import make_error
 from hasten.machine.host import bytes_text
+from hasten.record.pace import seconds_text
 from hasten.report.tables import aligned
 from hasten.strategies.mesh.sizes import MeshSizes
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
@@ -310,7 +311,7 @@ class FitPlan:
             if self.meshes:
                 yield from self._meshes()
             else:
-                times = map(duration, (found.seconds(self.bandwidth), found.computing_seconds(self.bandwidth)))
+                times = map(seconds_text, (found.seconds(self.bandwidth), found.computing_seconds(self.bandwidth)))
                 yield "exchanging takes about {} in a step, and computing {}".format(*times)
             yield self.bandwidth.text()
         if self.changes:
@@ -330,7 +331,7 @@ class FitPlan:
                 continue
             peak, fits = bytes_text(mesh.measured.on_device), mesh.measured.fits(self.memory)
             idle = f" ({mesh.measured.idle:.0%} idle)" if mesh.measured.idle else ""
-            costs = duration(mesh.seconds), duration(mesh.computing) + idle, duration(mesh.seconds_for_all)
+            costs = seconds_text(mesh.seconds), seconds_text(mesh.computing) + idle, seconds_text(mesh.seconds_for_all)
             rows.append([mesh.line, peak, *costs, {True: "yes", False: "no", None: "?"}[fits]])
         yield from aligned(rows, right_from=1, gap="  ")
         for reason, lines in unplanned.items():
@@ -362,18 +363,6 @@ def _outcome(change: Change) -> str:
         return f"not planned: {change.reason}"
     host = f", and {bytes_text(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
     return f"peak {bytes_text(change.measured.on_device)}{host}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text.
-
-    Example::
-
-        >>> duration(12.34), duration(0.0567), duration(0)
-        ('12.3 s', '56.7 ms', '0 s')
-
-    """
-    return f"{seconds * 1000:.3g} ms" if 0 < seconds < 1 else f"{seconds:.3g} s"
 
 
 def parse_size(text: str) -> int:
