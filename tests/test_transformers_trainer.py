@@ -45,6 +45,11 @@ def arguments(folder: Path, **given: Any) -> Any:
     )
 
 
+def results(values: dict[str, Any]) -> dict[str, float]:
+    """Return the values without times."""
+    return {name: values[name] for name in values if not name.endswith(("_runtime", "_per_second", "_time"))}
+
+
 def accuracy(prediction: Any) -> dict[str, float]:
     guessed, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
     return {"accuracy": float((guessed == labels)[labels != -100].mean())}
@@ -102,13 +107,14 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
         model, arguments(tmp_path / "theirs"), eval_dataset=data[:9], compute_metrics=accuracy
     )
     expected = theirs.evaluate()
-    assert values == pytest.approx({name: expected[name] for name in ("eval_loss", "eval_accuracy")})
+    assert values.keys() == expected.keys() - {"eval_model_preparation_time"}
+    assert results(values) == pytest.approx(results(expected) | {"epoch": 2.0})
     for rows in (data[:9], [{"input_ids": row["input_ids"]} for row in data[:9]]):
         mine, other = trainer.predict(rows), theirs.predict(rows)
         assert mine.predictions == pytest.approx(other.predictions, abs=1e-6)
         assert (mine.label_ids is None) is (other.label_ids is None) is ("labels" not in rows[0])
-        assert mine.metrics == pytest.approx({name: other.metrics[name] for name in mine.metrics})
-    assert not mine.metrics
+        assert results(mine.metrics) == pytest.approx(results(other.metrics))
+    assert not results(mine.metrics)
 
     trainer.save_model(str(tmp_path / "saved"))
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
@@ -118,7 +124,8 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
         language_model(), arguments(tmp_path, num_train_epochs=3, **options), **given, enable_model_summary=False
     )
     assert longer.train(resume_from_checkpoint=True).global_step == 18
-    assert longer.trainer.history["eval_accuracy"].steps == [3, 7, 11, 15]
+    evaluated = [row["step"] for row in longer.state.log_history if "eval_accuracy" in row]
+    assert evaluated == [4, 8, 12, 16, 18]
 
 
 def test_each_field_is_read_and_on_the_page_or_refused_by_its_name(tmp_path: Path) -> None:
@@ -153,17 +160,22 @@ def test_what_is_refused_says_what_to_write(given: dict[str, Any], argument: str
 
 
 def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    class Weighted(TransformersTrainer):
-        def compute_loss(self, model: nn.Module, inputs: Any) -> Any:
+    class Stepping(TransformersTrainer):
+        def training_step(self, model: nn.Module, inputs: Any) -> Any:
             return model(**inputs)["loss"] * 2
+
+    class Saving(transformers.TrainerCallback):
+        def on_save(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
 
     def make(kind: type[TransformersTrainer] = TransformersTrainer, model: Any = None, **given: Any) -> Any:
         return kind(language_model() if model is None else model, arguments(tmp_path), **given)
 
     refusals: list[tuple[dict[str, Any], str, str]] = [
-        ({"kind": Weighted}, "", "a step of your own"),
+        ({"kind": Stepping}, "", "a step of your own"),
+        ({"model_init": language_model}, "model", "model_init="),
         ({"model": "bert-base-uncased"}, "model", "from_pretrained('bert-base-uncased')"),
-        ({"callbacks": [transformers.EarlyStoppingCallback(2)]}, "callbacks", "EarlyStopping(monitor='eval_loss')"),
+        ({"callbacks": [Saving]}, "callbacks", "a callback of hasten"),
         ({"tokenizer": None}, "tokenizer", "processing_class"),
         ({"train_data": []}, "train_data", "'train_dataset'"),
         ({"learning_rate": 1.0}, "learning_rate", "TrainingArguments(learning_rate=...)"),
@@ -174,6 +186,10 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
     trainer = make(enable_model_summary=False, train_dataset=[{"input_ids": torch.ones(4, dtype=torch.int64)}])
     with refused(AttributeError, fix="trainer.model.push_to_hub"):
         trainer.push_to_hub
+    with refused(AttributeError, fix="for each trial"):
+        trainer.hyperparameter_search
+    with refused(TypeError, fix="callbacks=[...]"):
+        trainer.add_callback(EarlyStopping("eval_loss"))
     with refused(ValueError, "eval_dataset", fix="eval_dataset="):
         trainer.evaluate()
     with refused(ValueError, "train_dataset", fix="Samples need labels"):
@@ -187,3 +203,137 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
 def test_processes_have_to_be_there_before_the_arguments(tmp_path: Path) -> None:
     with refused(ValueError, "devices", fix="hasten launch --procs 2"):
         TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path), devices=2)
+
+
+class Recorder(transformers.TrainerCallback):
+    """Note the events of a run, and what a callback sees in them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("begin", state, given)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("epoch", state, given)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("step", state, given)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("part", state, given)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("stepped", state, given)
+        control.should_log = control.should_log or state.global_step == 1
+        control.should_training_stop = control.should_training_stop or state.global_step == 9
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("evaluated", state, given)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("end", state, given)
+
+    def note(self, event: str, state: Any, given: dict[str, Any]) -> None:
+        has_all = given["optimizer"] is not None and given["lr_scheduler"] is not None
+        self.seen.append((event, state.global_step, state.max_steps, round(state.epoch, 4), has_all))
+
+
+def both(folder: Path, given: dict[str, Any], **options: Any) -> list[Any]:
+    """Return a trained Trainer of transformers, and one of hasten."""
+    trainers = []
+    for kind, more in ((transformers.Trainer, {}), (TransformersTrainer, {"enable_model_summary": False})):
+        args = arguments(folder / kind.__name__, report_to="none", learning_rate=1e-2, **options)
+        made = {name: value() if isinstance(value, type) else value for name, value in given.items()}
+        made = {"train_dataset": texts(), "model": language_model(), **made, **more}
+        trainers.append(kind(args=args, **{name: value for name, value in made.items() if value is not None}))
+        trainers[-1].result = trainers[-1].train()
+    return trainers
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class Callbacks(list[Any]):
+    def __init__(self) -> None:
+        super().__init__([Recorder(), transformers.EarlyStoppingCallback(3)])
+
+
+DATA = texts()
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {"num_train_epochs": 2, "logging_steps": 2, "data_seed": 3}),
+        ({}, {"num_train_epochs": 1, "gradient_accumulation_steps": 4, "label_smoothing_factor": 0.1}),
+        ({"compute_loss_func": summed}, {"max_steps": 5, "logging_steps": 1, "gradient_accumulation_steps": 2}),
+        ({"model": None, "model_init": lambda: language_model()}, {"num_train_epochs": 1, "logging_steps": 4}),
+        (
+            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0}), "eval_dataset": {"a": DATA[:9], "b": DATA}},
+            {"num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"},
+        ),
+        (
+            {"callbacks": Callbacks, "eval_dataset": DATA[:9], "compute_metrics": accuracy},
+            {
+                "num_train_epochs": 4, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3,
+                "gradient_accumulation_steps": 2, "load_best_model_at_end": True, "eval_accumulation_steps": 2,
+                "metric_for_best_model": "accuracy",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_weights_state_and_events_are_those_of_transformers(
+    given: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs, mine = both(tmp_path, given, **options)
+    for old, new in zip(theirs.model.parameters(), mine.model.parameters(), strict=True):
+        assert torch.allclose(old, new, atol=1e-6)
+    assert results(mine.result.metrics) == pytest.approx(results(theirs.result.metrics), rel=1e-4)
+    for row, other in zip(mine.state.log_history, theirs.state.log_history, strict=True):
+        kept = {name: value for name, value in results(other).items() if name not in ("grad_norm", "total_flos")}
+        assert results(row) == pytest.approx(kept)
+    for name in ("epoch", "global_step", "max_steps", "num_train_epochs", "best_metric", "best_global_step"):
+        assert getattr(mine.state, name) == pytest.approx(getattr(theirs.state, name)), name
+    old, new = (each.pop_callback(Recorder) for each in (theirs, mine))
+    assert (new is None and "callbacks" not in given) or new.seen == old.seen
+
+
+def test_a_subclass_that_computes_its_loss_and_makes_its_optimizer_and_what_follows_a_run(tmp_path: Path) -> None:
+    class Own:
+        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = summed(outputs, labels, num_items_in_batch=labels.numel())
+            return (loss, outputs) if return_outputs else loss
+
+        def create_optimizer(self: Any, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return super().create_optimizer()  # type: ignore[misc]
+
+        def get_train_dataloader(self: Any) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=6, collate_fn=self.data_collator)
+
+    found = []
+    for kind in (transformers.Trainer, TransformersTrainer):
+        more = {} if kind is transformers.Trainer else {"enable_model_summary": False}
+        args = arguments(tmp_path / kind.__name__, num_train_epochs=1, report_to="none", save_strategy="no")
+        trainer = type("Mine", (Own, kind), {})(
+            language_model(), args, train_dataset=texts(), eval_dataset=DATA, compute_metrics=accuracy,
+            preprocess_logits_for_metrics=lambda logits, labels: logits * 2, **more,
+        )  # fmt: skip
+        metrics = trainer.train().metrics
+        metrics["train_samples"] = 22
+        trainer.save_metrics("train", metrics)
+        trainer.save_state()
+        trainer.save_model()
+        evaluated = trainer.evaluate(DATA[:5], metric_key_prefix="other")
+        again = trainer.train()
+        kept = [path.name for path in (tmp_path / kind.__name__).iterdir() if path.is_file()]
+        found.append((results(evaluated), again.global_step, again.training_loss, sorted(kept)))
+        assert trainer.is_world_process_zero()
+    assert found[1][0] == pytest.approx(found[0][0])
+    assert found[1][1:3] == pytest.approx(found[0][1:3])
+    assert found[1][3] == found[0][3]

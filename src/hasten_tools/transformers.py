@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import math
 import os
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -44,26 +47,34 @@ _READ = [
     "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns", "label_names",
-    "train_sampling_strategy",
+    "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps", "use_cache",
     # transformers.Trainer does not read these either: scripts do.
     "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank",
 ]  # fmt: skip
 _INSTEAD = {
-    "auto_find_batch_size": "batch_size='auto'",
-    "deepspeed": "strategy=hasten.strategies.DeepSpeedStrategy(config=...)",
-    "fsdp": "strategy='fsdp'",
-    "full_determinism": "deterministic=True",
+    "auto_find_batch_size": "give TransformersTrainer(..., batch_size='auto')",
+    "deepspeed": "give TransformersTrainer(..., strategy=hasten.strategies.DeepSpeedStrategy(config=...))",
+    "eval_on_start": "call trainer.evaluate() before trainer.train()",
+    "fsdp": "give TransformersTrainer(..., strategy='fsdp')",
+    "full_determinism": "give TransformersTrainer(..., deterministic=True)",
+    "prediction_loss_only": "leave out compute_metrics",
+    "push_to_hub": "write trainer.model.push_to_hub(name) at the end",
 }
 # What programs call, and what they pass, with transformers.Trainer.
 _OTHERS = {
-    "add_callback": "Give TransformersTrainer(..., callbacks=[...]) the callback.",
-    "log_metrics": "Print the values: the loggers have them already.",
+    "hyperparameter_search": "Make a TransformersTrainer for each trial, and compare trainer.evaluate().",
     "push_to_hub": "Write trainer.model.push_to_hub(name).",
-    "save_metrics": "Leave it out: output_dir/logs has the values.",
-    "save_state": "Leave it out: the checkpoints have the state.",
-    "state": "Read trainer.trainer.history and trainer.trainer.global_step.",
     "tokenizer": "Write processing_class.",
 }
+# Methods of transformers.Trainer that read only what TransformersTrainer has, too.
+_BORROWED = (
+    "_determine_best_metric", "call_model_init", "create_optimizer", "create_optimizer_and_scheduler",
+    "create_scheduler", "floating_point_ops", "get_decay_parameter_names", "get_learning_rates",
+    "get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "is_local_process_zero", "is_world_process_zero",
+    "log_metrics", "metrics_format", "num_examples", "pop_callback", "remove_callback", "save_metrics", "save_state",
+)  # fmt: skip
+# Events of callbacks of transformers for which a fit of hasten has no place.
+_NO_EVENTS = ("on_optimizer_step", "on_pre_optimizer_step", "on_prediction_step", "on_push_begin", "on_save")
 _OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
 _WHOLE = ("num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _VALUES = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "train_sampling_strategy": ("batch_rebalance",)}
@@ -86,11 +97,15 @@ class TransformersTrainer:
         args: the arguments.
         data_collator: makes a batch of samples; by default it pads with ``processing_class``, or stacks.
         train_dataset: the training data: samples are dicts.
-        eval_dataset: the data of ``evaluate``.
+        eval_dataset: the data of ``evaluate``, or a dict of such: their values have names such as eval_french_loss.
         processing_class: the tokenizer, or another processor; ``save_model`` saves it, too.
+        model_init: makes the model, instead of ``model``; ``train`` calls it again.
+        compute_loss_func: computes the loss of the outputs, the labels and ``num_items_in_batch``.
         compute_metrics: makes a dict of values of an ``EvalPrediction``.
-        callbacks: callbacks of hasten.
+        callbacks: callbacks of transformers, such as ``EarlyStoppingCallback``, and callbacks of hasten.
         optimizers: an optimizer and a scheduler that steps with it, instead of those of ``args``.
+        optimizer_cls_and_kwargs: the class of the optimizer and its arguments, instead of those of ``args``.
+        preprocess_logits_for_metrics: makes what ``compute_metrics`` gets of the logits and labels of a batch.
         **arguments: arguments of ``hasten.Trainer``, such as ``packed=True``; they come before ``args``.
 
     Raises:
@@ -113,108 +128,248 @@ class TransformersTrainer:
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Samples | None = None,
-        eval_dataset: Samples | None = None,
+        eval_dataset: Samples | dict[str, Samples] | None = None,
         processing_class: object = None,
-        *,
-        compute_metrics: Callable[[Any], dict[str, float]] | None = None,
-        callbacks: list[Callback] | None = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
         optimizers: tuple[Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
         need("transformers", purpose="TransformersTrainer")
+        from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+        from transformers.trainer_pt_utils import LabelSmoother
 
+        args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args)
-        _check_overrides(type(self))
-        _check_parts(model, callbacks or [])
+        _check_overrides(type(self), args)
+        seed_everything(args.seed, verbose=False)
+        if (model is None) is (model_init is None):
+            what = f"TransformersTrainer: there is {'no model' if model is None else 'a model and model_init, too'}."
+            raise make_error(TypeError, what, fix="Give model=..., or model_init=...", argument="model")
+        self.model_init = model_init
+        model = model if model_init is None else self.call_model_init()
+        _check_model(model, args)
         _check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), args)
         if eval_dataset is None and args.eval_strategy != "no":
             raise _missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
-        seed_everything(args.seed, verbose=False)
-        self.model, self.args, self.processing_class = model, args, processing_class
-        self.train_dataset, self.eval_dataset, self.optimizers = train_dataset, eval_dataset, optimizers
+        self.model: nn.Module = cast(nn.Module, model)
+        self.args, self.processing_class = args, processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         pads = DataCollatorWithPadding(processing_class) if hasattr(processing_class, "pad") else None
         self.data_collator = data_collator or pads or default_data_collator
-        self.module = _Module(self, compute_metrics)
-        self.best: ModelCheckpoint | None = None
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs, self._created_lr_scheduler = optimizer_cls_and_kwargs, False
+        self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
+        self.state, self.control, self.best = TrainerState(), TrainerControl(), cast("ModelCheckpoint | None", None)
+        # A handler warns if it has no such callback.
+        self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, None, None)
+        self.callback_handler.callbacks.clear()
+        self.events: _Events = _Events(self)
+        others = [each for each in callbacks or () if isinstance(each, Callback)]
+        for each in callbacks or ():
+            if each not in others:
+                self.add_callback(each)
         joined = dist.is_initialized()
-        given = {"devices": "auto" if joined else 1, **self._arguments(callbacks or []), **arguments}
-        self.trainer = Trainer(**given)
+        self._given = lambda: {"devices": "auto" if joined else 1, **self._arguments(others), **arguments}
+        self.module, self.trainer = _Module(self), Trainer(**self._given())
         if self.trainer.num_devices > 1 and not joined:
-            what = f"TransformersTrainer(devices={given['devices']!r}): the processes start after TrainingArguments."
+            what = f"TransformersTrainer(devices={arguments['devices']!r}) starts processes after TrainingArguments."
             fix = f"Leave it out, and write hasten launch --procs {self.trainer.num_devices} train.py."
             raise make_error(ValueError, what, fix=fix, argument="devices")
+        self.events.call("on_init_end")
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train, and return the number of steps and the mean loss of all batches.
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *, ignore_keys_for_eval: list[str] | None = None
+    ) -> TrainOutput:
+        """Train, and return the number of steps, the mean of their losses, and times.
 
         Args:
             resume_from_checkpoint: a checkpoint of hasten to continue from; True for the newest in ``output_dir``, or
                 the beginning if there is none.
+            ignore_keys_for_eval: the outputs that ``compute_metrics`` does not get.
 
         """
-        from transformers.trainer_utils import TrainOutput
+        from transformers import TrainerState
+        from transformers.trainer_utils import TrainOutput, speed_metrics
 
-        args, trainer = self.args, self.trainer
-        if self.train_dataset is None:
-            raise _missing("train()", "train_dataset")
+        args, events = self.args, self.events
+        if self.model_init is not None:
+            seed_everything(args.seed, verbose=False)
+            self.model, self.optimizer, self.lr_scheduler = self.call_model_init(), None, None
+            self.module = _Module(self)
+        if self.trainer.global_step:
+            self.trainer = Trainer(**self._given())
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.state, trainer, began = TrainerState(), self.trainer, time.time()
         start = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
         self.model.train()
-        self.module.loss_sum, self.module.batches = torch.zeros(()), 0
-        loader = self._loader(self.train_dataset, training=True)
-        trainer.fit(self.module, loader, self._loader(self.eval_dataset), ckpt_path=start)
-        if args.save_strategy == "steps" and trainer.global_step % args.save_steps:
-            trainer.save_checkpoint(os.path.join(args.output_dir, f"checkpoint-{trainer.global_step}.ckpt"))
-        if self.best is not None and self.best.best_model_path and args.load_best_model_at_end:
-            self.module.load_state_dict(files.load(self.best.best_model_path)["state_dict"])
-        return TrainOutput(trainer.global_step, float(self.module.loss_sum) / max(1, self.module.batches), {})
+        loader, loaders = self.get_train_dataloader(), None
+        if self.eval_dataset is not None:
+            names = self._named(self.eval_dataset)
+            self.module.prefixes, self.module.ignored = [f"eval{name}" for name in names], ignore_keys_for_eval
+            loaders = [self.get_eval_dataloader(data) for data in names.values()]
+        trainer.fit(self.module, loader, loaders, ckpt_path=start)
+        state, last, best = self.state, None, self.best.best_model_path if self.best is not None else ""
+        done, ends_best = state.global_step, False
+        # A run that a callback ends has neither.
+        is_whole = done >= state.max_steps
+        if is_whole and args.eval_strategy == "steps" and done % args.eval_steps:
+            ends_best = self._determine_best_metric(self.evaluate(ignore_keys=ignore_keys_for_eval), None)
+        if is_whole and args.save_strategy == "steps" and done % args.save_steps:
+            last = self._save()
+        if best:
+            state.best_model_checkpoint = (last or self._save()) if ends_best else best
+            if args.load_best_model_at_end and not ends_best:
+                self.module.load_state_dict(files.load(best)["state_dict"])
+        steps = done - events.first_step
+        size = args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
+        metrics = speed_metrics("train", began, num_samples=steps * size, num_steps=steps)
+        metrics["train_loss"] = loss = (events.logged + float(events.total)) / max(steps, 1)
+        self.log(metrics)
+        events.call("on_train_end")
+        return TrainOutput(done, loss, metrics)
 
-    def evaluate(self, eval_dataset: Samples | None = None) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
-        loader = self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
-        if loader is None:
+        values: dict[str, Any] = {}
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if chosen is None:
             raise _missing("evaluate()", "eval_dataset")
-        return self.trainer.test(self.module, loader, verbose=False)[0]
+        for name, data in self._named(chosen).items():
+            found = self._evaluated(self.get_eval_dataloader(data), f"{metric_key_prefix}{name}", ignore_keys)
+            self.log(found)
+            self.events.call("on_evaluate", metrics=found)
+            values |= found
+        return values
 
-    def predict(self, test_dataset: Samples) -> PredictionOutput:
+    def predict(
+        self, test_dataset: Samples, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Return the predictions of a data set as arrays, its labels, and its metrics under names such as test_loss."""
         from transformers.trainer_utils import PredictionOutput
 
         if world_size() > 1:
             what = "TransformersTrainer.predict(): each process has a part of the data."
             raise make_error(RuntimeError, what, fix="Start another program in one process for it.")
-        metrics, found = self.module.compute_metrics, []
+        self.module.predicts = True
+        values = self._evaluated(self.get_test_dataloader(test_dataset), metric_key_prefix, ignore_keys)
+        self.events.call("on_predict", metrics=values)
+        return PredictionOutput(*self.module.found, values)
 
-        def keep(prediction: Any) -> dict[str, float]:
-            found.append((prediction.predictions, prediction.label_ids))
-            return {} if metrics is None or prediction.label_ids is None else metrics(prediction)
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        """Return the loss of a batch, a mean; a subclass can override it.
 
-        self.module.compute_metrics = keep
-        try:
-            values = self.evaluate(test_dataset)
-        finally:
-            self.module.compute_metrics = metrics
-        return PredictionOutput(*found[0], {f"test_{name.removeprefix('eval_')}": values[name] for name in values})
+        The losses of the batches of a step are averaged by ``num_items_in_batch``, the targets of each.
+        """
+        labels = None
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            labels, inputs = inputs.get("labels"), {name: inputs[name] for name in inputs if name != "labels"}
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif self.label_smoother is not None and labels is not None:
+            loss = self.label_smoother(outputs, labels, shift_labels=self.module.shifts_labels)
+        elif not isinstance(outputs, Mapping) or "loss" in outputs:
+            loss = outputs["loss" if isinstance(outputs, Mapping) else 0]
+        else:
+            what = f"{type(model).__name__} returned no loss, but {', '.join(outputs)}, for {', '.join(inputs)}."
+            fix = f"Samples need {' and '.join(self.module.label_names)}, and the model a loss that it makes of them."
+            raise make_error(ValueError, what, fix=fix, argument="train_dataset")
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add values to ``state.log_history``, and write those to the loggers that a step has not logged."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        known = {*self.trainer.callback_metrics, "learning_rate", "epoch"}
+        new = {name: value for name, value in logs.items() if name not in known and isinstance(value, int | float)}
+        for logger in self.trainer.loggers if new and self.trainer.is_global_zero else ():
+            logger.log_metrics(new, self.state.global_step)
+        self.events.call("on_log", logs=logs)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of transformers, or its class."""
+        from transformers import TrainerCallback
+
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            what = f"TransformersTrainer.add_callback(): {kind.__name__} is not a callback of transformers."
+            raise make_error(TypeError, what, fix="Give TransformersTrainer(..., callbacks=[...]) the callback.")
+        for name in _NO_EVENTS:
+            if getattr(kind, name, None) is not getattr(TrainerCallback, name, None):
+                what = f"{kind.__name__}.{name}() would never be called: hasten has its own loop."
+                raise make_error(TypeError, what, fix="Write a callback of hasten.", argument="callbacks")
+        self.callback_handler.add_callback(callback)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of the training data; a subclass can override this, and the next."""
+        if self.train_dataset is None:
+            raise _missing("train()", "train_dataset")
+        return self._loader(self.train_dataset, training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return a loader of ``eval_dataset``, or of another data set."""
+        return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
+
+    get_test_dataloader = get_eval_dataloader
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write a folder that ``from_pretrained`` reads; by default the ``output_dir`` of the arguments."""
         if any(hasattr(parameter, "placements") for parameter in self.model.parameters()):
-            raise make_error(
-                RuntimeError,
-                "TransformersTrainer.save_model(): each process has a part of the weights.",
-                fix="Call hasten.module.pretrained.save_pretrained(trainer.model, folder) on all of them.",
-            )
-        for part in (self.model, self.processing_class):
-            if part is not None and self.trainer.is_global_zero:
-                cast(Any, part).save_pretrained(output_dir or self.args.output_dir)
+            what = "TransformersTrainer.save_model(): each process has a part of the weights."
+            fix = "Call hasten.module.pretrained.save_pretrained(trainer.model, folder) on all of them."
+            raise make_error(RuntimeError, what, fix=fix)
+        if not self.trainer.is_global_zero:
+            return
+        folder = output_dir or self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        for part in (self.model, self.processing_class or getattr(self.data_collator, "tokenizer", None)):
+            if hasattr(part, "save_pretrained"):
+                cast(Any, part).save_pretrained(folder)
+            elif isinstance(part, nn.Module):
+                from safetensors.torch import save_model
+
+                save_model(part, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+        torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def __getattr__(self, name: str) -> Any:
         what = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise make_error(AttributeError, what, fix=_OTHERS.get(name, ""))
+
+    def _save(self) -> str:
+        path = os.path.join(self.args.output_dir, f"checkpoint-{self.trainer.global_step}.ckpt")
+        self.trainer.save_checkpoint(path, weights_only=self.args.save_only_model)
+        return path
+
+    def _named(self, data: Any) -> dict[str, Any]:
+        """Return data sets by what follows eval in the names of their values."""
+        return {f"_{name}": data[name] for name in data} if isinstance(data, dict) else {"": data}
+
+    def _evaluated(self, loader: DataLoader[Any], prefix: str, ignored: list[str] | None) -> dict[str, Any]:
+        self.module.prefixes, self.module.ignored, began = [prefix], ignored, time.time()
+        try:
+            self.trainer.test(self.module, loader, verbose=False)
+        finally:
+            self.module.predicts = False
+        return self.module.values_of(0, began, loader)
 
     def _arguments(self, callbacks: list[Callback]) -> dict[str, Any]:
         """Return the arguments of ``hasten.Trainer``."""
@@ -244,7 +399,7 @@ class TransformersTrainer:
         # "no" logs no loss, and no learning rate.
         every: dict[str, list[Literal["step", "epoch"]]] = {"no": [], "epoch": ["epoch"]}
         rates = map(LearningRateMonitor, every.get(args.logging_strategy, ["step"]))
-        return {**given, "callbacks": [*callbacks, *rates, *self._checkpoints()]}
+        return {**given, "callbacks": [*callbacks, self.events, *rates, *self._checkpoints()]}
 
     def _checkpoints(self) -> list[ModelCheckpoint]:
         """Return callbacks that save the newest states, and the best."""
@@ -263,138 +418,274 @@ class TransformersTrainer:
             saves.append(self.best)
         return saves
 
-    def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any] | None:
+    def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
         from transformers.trainer_utils import RemoveColumnsCollator
 
-        args, collate = self.args, self.data_collator
-        if dataset is None:
-            return None
-        shuffles = training and vars(args).get("train_sampling_strategy") != "sequential"
+        args, collate, sampler = self.args, self.data_collator, None
+        strategy = vars(args).get("train_sampling_strategy", "random")
+        is_stream = isinstance(dataset, IterableDataset)
+        shuffles = training and strategy != "sequential" and not is_stream
+        if shuffles and strategy == "random" and not dist.is_initialized():
+            # The order of transformers.Trainer.
+            samplers, shuffles = importlib.import_module("accelerate.data_loader"), False
+            sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
         return DataLoader(
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
-            shuffle=None if isinstance(dataset, IterableDataset) else shuffles,
+            sampler=sampler,
+            shuffle=None if is_stream or sampler is not None else shuffles,
             collate_fn=RemoveColumnsCollator(collate, self.module.columns) if args.remove_unused_columns else collate,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             **{name: getattr(args, f"dataloader_{name}") for name in _OF_LOADERS},
         )
 
 
+def _borrowed(name: str) -> Any:
+    # A module of Python is imported once; transformers takes seconds.
+    trainer = functools.partial(importlib.import_module, "transformers")
+    return lambda self, *args, **given: vars(trainer().Trainer)[name].__get__(self)(*args, **given)
+
+
+for _name in _BORROWED:
+    setattr(TransformersTrainer, _name, _borrowed(_name))
+
+
+class _Events(Callback):
+    """Keep the state of transformers, and call its callbacks."""
+
+    def __init__(self, owner: TransformersTrainer) -> None:
+        from transformers.trainer_callback import DefaultFlowCallback
+
+        self.owner, self.flow = owner, DefaultFlowCallback()
+
+    def call(self, event: str, **given: Any) -> None:
+        owner = self.owner
+        owner.control = getattr(owner.callback_handler, event)(owner.args, owner.state, owner.control, **given)
+        if owner.control.should_evaluate or owner.control.should_epoch_stop:
+            what = f"A callback of transformers set should_evaluate or should_epoch_stop in {event}()."
+            raise make_error(RuntimeError, what, fix="Write eval_steps=..., or a callback of hasten.")
+        if owner.control.should_training_stop and owner.state.global_step < owner.state.max_steps:
+            owner.trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": dataclasses.asdict(self.owner.state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.owner.state = type(self.owner.state)(**state_dict["state"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        owner, state, handler = self.owner, self.owner.state, self.owner.callback_handler
+        state.max_steps, state.global_step = int(trainer.estimated_stepping_batches), trainer.global_step
+        state.compute_steps(owner.args, state.max_steps)
+        each = trainer.num_training_batches
+        self.batches = each if math.isfinite(each) else state.max_steps * owner.args.gradient_accumulation_steps
+        steps = math.ceil(self.batches / owner.args.gradient_accumulation_steps)
+        state.num_train_epochs, state.train_batch_size = math.ceil(state.max_steps / steps), owner.args.train_batch_size
+        state.is_world_process_zero, state.is_local_process_zero = trainer.is_global_zero, trainer.local_rank == 0
+        handler.model, handler.optimizer, handler.lr_scheduler = owner.model, owner.optimizer, owner.lr_scheduler
+        handler.train_dataloader, self.ended = trainer.train_dataloader, -1
+        self.first_step = self.last_logged = state.global_step
+        self.logged, self.total = 0.0, torch.zeros(())
+        self.call("on_train_begin")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.call("on_epoch_begin")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # The rate of this step: the schedule moves before the end of the batch.
+        self.rate = float(self.owner.optimizer.param_groups[0]["lr"]) if self.owner.optimizer else 0.0
+        if batch_idx % self.owner.args.gradient_accumulation_steps == 0:
+            self.call("on_step_begin")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = self.owner.state
+        if trainer.global_step == state.global_step:
+            self.call("on_substep_end")
+            return
+        losses, pl_module.losses = pl_module.losses, []
+        self.total = self.total + sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+        state.global_step, state.epoch = trainer.global_step, trainer.current_epoch + (batch_idx + 1) / self.batches
+        self.call("on_step_end")
+        self._log_and_save("on_step_end")
+
+    def _log_and_save(self, event: str) -> None:
+        owner, state = self.owner, self.owner.state
+        planned = getattr(self.flow, event)(owner.args, state, type(owner.control)())
+        if (planned.should_log or owner.control.should_log) and state.global_step > self.last_logged:
+            of_all = owner.trainer.strategy.gather_objects(float(self.total))
+            loss, steps = sum(of_all) / len(of_all), state.global_step - self.last_logged
+            self.last_logged, self.logged, self.total = state.global_step, self.logged + loss, torch.zeros(())
+            owner.log({"loss": loss / steps, "learning_rate": self.rate})
+        if owner.control.should_save and not planned.should_save:
+            owner.control.should_save = False
+            owner._save()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.owner.args.eval_strategy == "epoch":
+            # transformers ends an epoch, and logs its loss, before it evaluates.
+            self.on_train_epoch_end(trainer, pl_module)
+        self.began = time.time()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.state.fn != "fit":
+            return
+        values: dict[str, Any] = {}
+        for number, loader in enumerate(cast(Any, trainer.val_dataloaders)):
+            found = pl_module.values_of(number, self.began, loader)
+            self.owner.log(found)
+            self.call("on_evaluate", metrics=found)
+            values |= found
+        self.owner._determine_best_metric(values, None)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.ended < trainer.current_epoch:
+            self.ended = trainer.current_epoch
+            self.call("on_epoch_end")
+            self._log_and_save("on_epoch_end")
+
+
 class _Module(LightningModule):
     """The steps of a model of Hugging Face."""
 
-    def __init__(self, owner: TransformersTrainer, compute_metrics: Callable[[Any], dict[str, float]] | None) -> None:
+    def __init__(self, owner: TransformersTrainer) -> None:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         from transformers.utils import find_labels
 
         super().__init__()
-        self.model, self.args, self.optimizers_given = owner.model, owner.args, owner.optimizers
-        self.compute_metrics, self.loss_sum, self.batches = compute_metrics, torch.zeros(()), 0
+        if getattr(owner.model, "config", None) is not None:
+            cast(Any, owner.model.config).use_cache = getattr(owner.args, "use_cache", False)
+        # A reference that a copy of the module shares.
+        self.owner, self.model, self.args = weakref.ref(owner), owner.model, owner.args
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         parameters = inspect.signature(inner.forward).parameters
         self.label_names: list[str] = self.args.label_names or find_labels(type(inner))
         self.columns = [*parameters, "label", "label_ids", *self.label_names]
         takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         # Whether the loss is a mean over targets, so that batches of one step count by their targets.
-        self.counts_targets = getattr(inner, "accepts_loss_kwargs", takes_more)
+        self.counts_targets = getattr(inner, "accepts_loss_kwargs", takes_more) or owner.compute_loss_func is not None
         self.shifts_labels = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self.prefixes, self.predicts, self.ignored = ["eval"], False, cast("list[str] | None", None)
+        self.found: tuple[Any, Any] = (None, None)
+        self.losses: list[tuple[Tensor, Any]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs, strategy = self.model(**batch), self.args.logging_strategy
-        if "loss" not in outputs:
-            what = f"{type(self.model).__name__} returned no loss, but {', '.join(outputs)}, for {', '.join(batch)}."
-            fix = f"Samples need {' and '.join(self.label_names)}, and the model a loss that it computes from them."
-            raise make_error(ValueError, what, fix=fix, argument="train_dataset")
-        loss = outputs["loss"]
-        self.loss_sum, self.batches = self.loss_sum.to(loss.device) + loss.detach(), self.batches + 1
+        strategy, count = self.args.logging_strategy, self._targets(batch)
+        loss = cast(Any, self.owner()).compute_loss(self.model, batch, num_items_in_batch=count)
+        is_alone = self.args.gradient_accumulation_steps == 1 and not dist.is_initialized()
+        self.losses.append((loss.detach(), 1 if count is None or is_alone else count))
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
-        labels = batch.get("labels")
-        is_alone = self.args.gradient_accumulation_steps == 1 and not dist.is_initialized()
-        if is_alone or not self.counts_targets or not isinstance(labels, Tensor):
-            return loss
-        targets = labels[..., 1:] if self.shifts_labels else labels
-        return {"loss": loss, "loss_weight": targets.ne(-100).sum()}
+        return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
+
+    def _targets(self, batch: Any) -> Tensor | None:
+        if not self.counts_targets or not isinstance(labels := batch.get("labels"), Tensor):
+            return None
+        return (labels[..., 1:] if self.shifts_labels else labels).ne(-100).sum()
 
     def on_validation_epoch_start(self) -> None:
         from transformers.trainer_pt_utils import EvalLoopContainer
 
-        self.kept = EvalLoopContainer(), EvalLoopContainer()
+        self.kept = [(EvalLoopContainer(), EvalLoopContainer()) for _ in self.prefixes]
+        self.values: list[dict[str, Any]] = [{} for _ in self.prefixes]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        outputs = self.model(**batch)
-        if "loss" in outputs:
-            self.log("eval_loss", outputs["loss"], sync_dist=True)
-        if self.compute_metrics is not None:
-            ignored = {"loss", *getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])}
-            logits = tuple(value for name, value in outputs.items() if name not in ignored)
-            labels = tuple(batch[name] for name in self.label_names if name in batch)
-            for container, values in zip(self.kept, (logits, labels), strict=True):
-                container.add(values[0] if len(values) == 1 else values or None)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        owner = cast(Any, self.owner())
+        given = tuple(batch[name] for name in self.label_names if batch.get(name) is not None)
+        labels = None if len(given) < len(self.label_names) or not given else given[0] if len(given) == 1 else given
+        if labels is not None:
+            count = self._targets(batch)
+            loss, outputs = owner.compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=count)
+        else:
+            outputs = self.model(**batch)
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if loss is not None:
+            self.log(f"{self.prefixes[dataloader_idx]}_loss", loss, sync_dist=True, add_dataloader_idx=False)
+        if owner.compute_metrics is None and not self.predicts:
+            return
+        if isinstance(outputs, Mapping):
+            ignored, config = self.ignored, getattr(self.model, "config", None)
+            if ignored is None:
+                ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            logits = tuple(value for name, value in outputs.items() if name not in {"loss", *ignored})
+        else:
+            logits = outputs if loss is None and labels is None else outputs[1:]
+        logits = logits[0] if len(logits) == 1 else logits
+        if owner.preprocess_logits_for_metrics is not None:
+            logits = owner.preprocess_logits_for_metrics(logits, labels)
+        often = self.args.eval_accumulation_steps
+        for container, value in zip(self.kept[dataloader_idx], (logits, labels), strict=True):
+            container.add(value)
+            if often and (batch_idx + 1) % often == 0:
+                container.to_cpu_and_numpy()
 
     def on_validation_epoch_end(self) -> None:
         from transformers import EvalPrediction
         from transformers.trainer_pt_utils import nested_concat
+        from transformers.trainer_utils import denumpify_detensorize
 
-        if self.compute_metrics is None:
-            return
-        of_all = self.trainer.strategy.gather_objects([container.get_arrays() for container in self.kept])
-        parts = zip(*(each for each in of_all if each[0] is not None), strict=True)
-        predictions, labels = (functools.reduce(nested_concat, part) for part in parts)
-        for name, value in self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels)).items():
-            self.log(f"eval_{name.removeprefix('eval_')}", float(value), sync_dist=True)
+        compute_metrics = cast(Any, self.owner()).compute_metrics
+        for number, prefix in enumerate(self.prefixes if compute_metrics is not None or self.predicts else ()):
+            of_all = self.trainer.strategy.gather_objects([each.get_arrays() for each in self.kept[number]])
+            parts = zip(*(each for each in of_all if each[0] is not None), strict=True)
+            self.found = predictions, labels = tuple(functools.reduce(nested_concat, part) for part in parts)
+            if compute_metrics is None or labels is None:
+                continue
+            values = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+            for name, value in denumpify_detensorize(values).items():
+                whole = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+                self.values[number][whole] = value
+                if isinstance(value, int | float):
+                    self.log(whole, float(value), sync_dist=True, add_dataloader_idx=False)
+
+    def values_of(self, number: int, began: float, loader: Any) -> dict[str, Any]:
+        """Return the values of one data set, and the times of its evaluation."""
+        from transformers.trainer_utils import speed_metrics
+
+        prefix, logged = self.prefixes[number], self.trainer.callback_metrics
+        numbers = {name: float(logged[name]) for name in (f"{prefix}_loss", *self.values[number]) if name in logged}
+        count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        steps = None if count is None else math.ceil(count / self.args.eval_batch_size)
+        return {**self.values[number], **numbers, **speed_metrics(prefix, began, num_samples=count, num_steps=steps)}
 
     # ``evaluate`` does what a validation does, also where a fit has none.
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        import transformers
-
-        args, (optimizer, scheduler) = self.args, self.optimizers_given
-        if optimizer is None:
-            kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, self.model)
+        owner, steps = cast(Any, self.owner()), self.trainer.estimated_stepping_batches
+        if math.isinf(steps):
+            raise _refused("max_steps", self.args.max_steps, "Set it: the data has no length.")
+        if owner.optimizer is None and owner.optimizer_cls_and_kwargs is None:
+            kind, options = owner.get_optimizer_cls_and_kwargs(self.args, self.model)
             if not issubclass(kind, Optimizer) or {"params", "model", "optimizer_dict"} & options.keys():
-                raise _refused("optim", args.optim, "Give optimizers=(optimizer, scheduler).")
-            # The method does not read its Trainer.
-            decays = transformers.Trainer.get_decay_parameter_names(cast(Any, None), self.model)
-            groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (args.weight_decay, 0.0)]
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    groups[name not in decays]["params"].append(parameter)
-            optimizer = kind(groups, **options)
-        if scheduler is None:
-            steps = self.trainer.estimated_stepping_batches
-            if math.isinf(steps):
-                raise _refused("max_steps", args.max_steps, "Set it: the data has no length.")
-            warmup, options = args.get_warmup_steps(int(steps)), args.lr_scheduler_kwargs
-            scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, int(steps), options)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+                raise _refused("optim", self.args.optim, "Give optimizers=(optimizer, scheduler).")
+        owner.create_optimizer_and_scheduler(int(steps))
+        return [owner.optimizer], [{"scheduler": owner.lr_scheduler, "interval": "step"}]
 
 
-def _check_overrides(kind: type[TransformersTrainer]) -> None:
+def _check_overrides(kind: type[TransformersTrainer], args: TrainingArguments) -> None:
     """Refuse methods of transformers.Trainer that a subclass overrides, and that nothing would call."""
     import transformers
 
+    unused = set() if args.eval_strategy == "no" else {"evaluate"}
     for each in kind.__mro__[: kind.__mro__.index(TransformersTrainer)]:
         for name in vars(each):
-            if hasattr(transformers.Trainer, name) and not hasattr(TransformersTrainer, name):
+            if hasattr(transformers.Trainer, name) and (name in unused or not hasattr(TransformersTrainer, name)):
                 what = f"{each.__name__}.{name}() would never be called: hasten has its own loop."
                 raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
 
 
-def _check_parts(model: object, callbacks: list[Callback]) -> None:
-    """Refuse the name of a model, and callbacks of transformers."""
-    from transformers import TrainerCallback
-
+def _check_model(model: object, args: TrainingArguments) -> None:
+    """Refuse the name of a model, and one whose labels cannot be smoothed."""
     if not isinstance(model, nn.Module):
         what = f"TransformersTrainer(model={model!r}): it must be a model, not a {type(model).__name__}."
         fix = f"Write AutoModelForSequenceClassification.from_pretrained({model!r}), or another class of that kind."
         raise make_error(TypeError, what, fix=fix if isinstance(model, str) else "", argument="model")
-    if any(isinstance(each, TrainerCallback) for each in callbacks):
-        what = "TransformersTrainer(callbacks=[...]): there is a callback of transformers."
-        fix = "Give callbacks of hasten, such as hasten.callbacks.EarlyStopping(monitor='eval_loss')."
-        raise make_error(TypeError, what, fix=fix, argument="callbacks")
+    several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
+    if several and args.label_smoothing_factor:
+        raise _refused(
+            "label_smoothing_factor", args.label_smoothing_factor, "Leave it out: a text has several labels."
+        )
 
 
 def _check_names(unknown: set[str], args: TrainingArguments) -> None:
@@ -422,7 +713,7 @@ def _check(args: TrainingArguments) -> None:
     for name in (field.name for field in dataclasses.fields(args)):
         value = getattr(args, name)
         if name not in _READ and value != getattr(plain, name):
-            instead = f", and give TransformersTrainer(..., {_INSTEAD[name]})" if name in _INSTEAD else ""
+            instead = f", and {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise _refused(name, value, f"Leave it out{instead}.")
         if name in _WHOLE and value is not None and value != int(value):
             raise _refused(name, value, "Write a whole number, or max_steps=.")
