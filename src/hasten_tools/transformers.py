@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import importlib
 import inspect
 import math
@@ -11,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from hasten import LightningModule, Trainer, seed_everything
 from hasten._lib.errors import make_error
 from hasten._lib.names import nearest
 from hasten._lib.optional import need
-from hasten.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from hasten.callbacks import Callback, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from hasten.machine.collectives import world_size
@@ -47,7 +48,7 @@ _READ = [
     "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns", "label_names",
-    "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps", "use_cache",
+    "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps",
     # transformers.Trainer does not read these either: scripts do.
     "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank",
 ]  # fmt: skip
@@ -58,6 +59,7 @@ _INSTEAD = {
     "fsdp": "give TransformersTrainer(..., strategy='fsdp')",
     "full_determinism": "give TransformersTrainer(..., deterministic=True)",
     "prediction_loss_only": "leave out compute_metrics",
+    "predict_with_generate": "call trainer.model.generate(...) in a loop of your own",
     "push_to_hub": "write trainer.model.push_to_hub(name) at the end",
 }
 # What programs call, and what they pass, with transformers.Trainer.
@@ -196,8 +198,7 @@ class TransformersTrainer:
         """Train, and return the number of steps, the mean of their losses, and times.
 
         Args:
-            resume_from_checkpoint: a checkpoint of hasten to continue from; True for the newest in ``output_dir``, or
-                the beginning if there is none.
+            resume_from_checkpoint: a checkpoint of hasten to continue from; True for the newest in ``output_dir``.
             ignore_keys_for_eval: the outputs that ``compute_metrics`` does not get.
 
         """
@@ -215,6 +216,10 @@ class TransformersTrainer:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.state, trainer, began = TrainerState(), self.trainer, time.time()
         start = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
+        if start == "last" and not glob.glob(os.path.join(glob.escape(args.output_dir), "*.ckpt")):
+            what = f"train(resume_from_checkpoint=True): {args.output_dir} has no checkpoint of hasten, a .ckpt file."
+            fix = "Leave it out. A checkpoint of transformers is a folder: from_pretrained reads its model."
+            raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
         self.model.train()
         loader, loaders = self.get_train_dataloader(), None
         if self.eval_dataset is not None:
@@ -222,18 +227,19 @@ class TransformersTrainer:
             self.module.prefixes, self.module.ignored = [f"eval{name}" for name in names], ignore_keys_for_eval
             loaders = [self.get_eval_dataloader(data) for data in names.values()]
         trainer.fit(self.module, loader, loaders, ckpt_path=start)
-        state, last, best = self.state, None, self.best.best_model_path if self.best is not None else ""
-        done, ends_best = state.global_step, False
-        # A run that a callback ends has neither.
+        state, done = self.state, self.state.global_step
+        # A run that a callback ends is not evaluated and saved here.
         is_whole = done >= state.max_steps
         if is_whole and args.eval_strategy == "steps" and done % args.eval_steps:
-            ends_best = self._determine_best_metric(self.evaluate(ignore_keys=ignore_keys_for_eval), None)
+            is_best = self._determine_best_metric(self.evaluate(ignore_keys=ignore_keys_for_eval), None)
+            if is_best and self.best is not None:
+                self.best.best_model_path = self._save()
         if is_whole and args.save_strategy == "steps" and done % args.save_steps:
-            last = self._save()
-        if best:
-            state.best_model_checkpoint = (last or self._save()) if ends_best else best
-            if args.load_best_model_at_end and not ends_best:
-                self.module.load_state_dict(files.load(best)["state_dict"])
+            self._save()
+        if self.best is not None and self.best.best_model_path:
+            state.best_model_checkpoint = self.best.best_model_path
+            if args.load_best_model_at_end:
+                self.module.load_state_dict(files.load(self.best.best_model_path)["state_dict"])
         steps = done - events.first_step
         size = args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
         metrics = speed_metrics("train", began, num_samples=steps * size, num_steps=steps)
@@ -247,10 +253,7 @@ class TransformersTrainer:
     ) -> dict[str, Any]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
         values: dict[str, Any] = {}
-        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if chosen is None:
-            raise _missing("evaluate()", "eval_dataset")
-        for name, data in self._named(chosen).items():
+        for name, data in self._named(self.eval_dataset if eval_dataset is None else eval_dataset).items():
             found = self._evaluated(self.get_eval_dataloader(data), f"{metric_key_prefix}{name}", ignore_keys)
             self.log(found)
             self.events.call("on_evaluate", metrics=found)
@@ -290,7 +293,8 @@ class TransformersTrainer:
             loss = outputs["loss" if isinstance(outputs, Mapping) else 0]
         else:
             what = f"{type(model).__name__} returned no loss, but {', '.join(outputs)}, for {', '.join(inputs)}."
-            fix = f"Samples need {' and '.join(self.module.label_names)}, and the model a loss that it makes of them."
+            names = " and ".join(self.module.label_names) or "labels"
+            fix = f"Samples need {names}, and the model a head that makes a loss of them."
             raise make_error(ValueError, what, fix=fix, argument="train_dataset")
         return (loss, outputs) if return_outputs else loss
 
@@ -299,7 +303,7 @@ class TransformersTrainer:
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        known = {*self.trainer.callback_metrics, "learning_rate", "epoch"}
+        known = {*self.trainer.callback_metrics, "epoch"}
         new = {name: value for name, value in logs.items() if name not in known and isinstance(value, int | float)}
         for logger in self.trainer.loggers if new and self.trainer.is_global_zero else ():
             logger.log_metrics(new, self.state.global_step)
@@ -327,6 +331,8 @@ class TransformersTrainer:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of ``eval_dataset``, or of another data set."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise _missing("evaluate()", "eval_dataset")
         return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
 
     get_test_dataloader = get_eval_dataloader
@@ -396,10 +402,7 @@ class TransformersTrainer:
             given["compile"] = {name: value for name, value in options.items() if value is not None}
         if args.eval_strategy == "steps":
             given["val_check_interval"] = f"{args.eval_steps}st"
-        # "no" logs no loss, and no learning rate.
-        every: dict[str, list[Literal["step", "epoch"]]] = {"no": [], "epoch": ["epoch"]}
-        rates = map(LearningRateMonitor, every.get(args.logging_strategy, ["step"]))
-        return {**given, "callbacks": [*callbacks, self.events, *rates, *self._checkpoints()]}
+        return {**given, "callbacks": [*callbacks, self.events, *self._checkpoints()]}
 
     def _checkpoints(self) -> list[ModelCheckpoint]:
         """Return callbacks that save the newest states, and the best."""
@@ -552,8 +555,6 @@ class _Module(LightningModule):
         from transformers.utils import find_labels
 
         super().__init__()
-        if getattr(owner.model, "config", None) is not None:
-            cast(Any, owner.model.config).use_cache = getattr(owner.args, "use_cache", False)
         # A reference that a copy of the module shares.
         self.owner, self.model, self.args = weakref.ref(owner), owner.model, owner.args
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
