@@ -30,10 +30,11 @@ from hasten.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogg
 from hasten.machine.collectives import world_size
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
     from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
+DataSets = Samples | dict[str, Samples] | None
 
 __all__ = ["TransformersTrainer"]
 
@@ -134,7 +135,7 @@ class TransformersTrainer:
         args: TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Samples | None = None,
-        eval_dataset: Samples | dict[str, Samples] | None = None,
+        eval_dataset: DataSets = None,
         processing_class: object = None,
         model_init: Callable[[], nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
@@ -154,16 +155,12 @@ class TransformersTrainer:
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args)
         _check_overrides(type(self), args)
+        _check_given(model, model_init, eval_dataset, args)
         seed_everything(args.seed, verbose=False)
-        if (model is None) is (model_init is None):
-            what = f"TransformersTrainer: there is {'no model' if model is None else 'a model and model_init, too'}."
-            raise make_error(TypeError, what, fix="Give model=..., or model_init=...", argument="model")
         self.model_init = model_init
         model = model if model_init is None else self.call_model_init()
         _check_model(model, args)
         _check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), args)
-        if eval_dataset is None and args.eval_strategy != "no":
-            raise _missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
         self.model: nn.Module = cast(nn.Module, model)
         self.args, self.processing_class = args, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -227,17 +224,12 @@ class TransformersTrainer:
             self.module.prefixes, self.module.ignored = [f"eval{name}" for name in names], ignore_keys_for_eval
             loaders = [self.get_eval_dataloader(data) for data in names.values()]
         trainer.fit(self.module, loader, loaders, ckpt_path=start)
-        state, done = self.state, self.state.global_step
-        # A run that a callback ends is not evaluated and saved here.
-        is_whole = done >= state.max_steps
-        if is_whole and args.eval_strategy == "steps" and done % args.eval_steps:
-            is_best = self._determine_best_metric(self.evaluate(ignore_keys=ignore_keys_for_eval), None)
-            if is_best and self.best is not None:
-                self.best.best_model_path = self._save()
-        if is_whole and args.save_strategy == "steps" and done % args.save_steps:
-            self._save()
+        done = self.state.global_step
+        # A run that a callback ends is not evaluated and saved once more.
+        if done >= self.state.max_steps:
+            self._end(done, ignore_keys_for_eval)
         if self.best is not None and self.best.best_model_path:
-            state.best_model_checkpoint = self.best.best_model_path
+            self.state.best_model_checkpoint = self.best.best_model_path
             if args.load_best_model_at_end:
                 self.module.load_state_dict(files.load(self.best.best_model_path)["state_dict"])
         steps = done - events.first_step
@@ -248,8 +240,18 @@ class TransformersTrainer:
         events.call("on_train_end")
         return TrainOutput(done, loss, metrics)
 
+    def _end(self, step: int, ignored: list[str] | None) -> None:
+        """Evaluate and save after the last step, if that has not been done."""
+        args = self.args
+        if args.eval_strategy == "steps" and step % args.eval_steps:
+            is_best = self._determine_best_metric(self.evaluate(ignore_keys=ignored), None)
+            if is_best and self.best is not None:
+                self.best.best_model_path = self._save()
+        if args.save_strategy == "steps" and step % args.save_steps:
+            self._save()
+
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: DataSets = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
         values: dict[str, Any] = {}
@@ -275,7 +277,11 @@ class TransformersTrainer:
         return PredictionOutput(*self.module.found, values)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """Return the loss of a batch, a mean; a subclass can override it.
 
@@ -309,7 +315,7 @@ class TransformersTrainer:
             logger.log_metrics(new, self.state.global_step)
         self.events.call("on_log", logs=logs)
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback of transformers, or its class."""
         from transformers import TrainerCallback
 
@@ -329,7 +335,7 @@ class TransformersTrainer:
             raise _missing("train()", "train_dataset")
         return self._loader(self.train_dataset, training=True)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Samples | None = None) -> DataLoader[Any]:
         """Return a loader of ``eval_dataset``, or of another data set."""
         if eval_dataset is None and self.eval_dataset is None:
             raise _missing("evaluate()", "eval_dataset")
@@ -603,14 +609,7 @@ class _Module(LightningModule):
             self.log(f"{self.prefixes[dataloader_idx]}_loss", loss, sync_dist=True, add_dataloader_idx=False)
         if owner.compute_metrics is None and not self.predicts:
             return
-        if isinstance(outputs, Mapping):
-            ignored, config = self.ignored, getattr(self.model, "config", None)
-            if ignored is None:
-                ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-            logits = tuple(value for name, value in outputs.items() if name not in {"loss", *ignored})
-        else:
-            logits = outputs if loss is None and labels is None else outputs[1:]
-        logits = logits[0] if len(logits) == 1 else logits
+        logits = self._logits(outputs, has_loss=loss is not None)
         if owner.preprocess_logits_for_metrics is not None:
             logits = owner.preprocess_logits_for_metrics(logits, labels)
         often = self.args.eval_accumulation_steps
@@ -618,6 +617,16 @@ class _Module(LightningModule):
             container.add(value)
             if often and (batch_idx + 1) % often == 0:
                 container.to_cpu_and_numpy()
+
+    def _logits(self, outputs: Any, *, has_loss: bool) -> Any:
+        if isinstance(outputs, Mapping):
+            ignored, config = self.ignored, getattr(self.model, "config", None)
+            if ignored is None:
+                ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            logits = tuple(value for name, value in outputs.items() if name not in {"loss", *ignored})
+        else:
+            logits = outputs[1:] if has_loss else outputs
+        return logits[0] if len(logits) == 1 else logits
 
     def on_validation_epoch_end(self) -> None:
         from transformers import EvalPrediction
@@ -674,6 +683,15 @@ def _check_overrides(kind: type[TransformersTrainer], args: TrainingArguments) -
             if hasattr(transformers.Trainer, name) and (name in unused or not hasattr(TransformersTrainer, name)):
                 what = f"{each.__name__}.{name}() would never be called: hasten has its own loop."
                 raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
+
+
+def _check_given(model: Any, model_init: object, eval_dataset: object, args: TrainingArguments) -> None:
+    """Refuse two models, none, and an evaluation without data."""
+    if (model is None) is (model_init is None):
+        what = f"TransformersTrainer: there is {'no model' if model is None else 'a model and model_init, too'}."
+        raise make_error(TypeError, what, fix="Give model=..., or model_init=...", argument="model")
+    if eval_dataset is None and args.eval_strategy != "no":
+        raise _missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
 
 
 def _check_model(model: object, args: TrainingArguments) -> None:
