@@ -42,6 +42,12 @@ WRONG: list[tuple[list[str] | dict[str, Any], dict[str, Any], str, str | None]] 
         "Option 'monitr' is not accepted",
         "monitor",
     ),
+    (
+        ["--trainer.callbacks=Timer", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"],
+        {},
+        "Option 'monitr' is not accepted",
+        "monitor",
+    ),
     ([DEEP, "--model.encoder.dept=3"], {}, "Option 'dept' is not accepted", "depth"),
     ([DEEP, "--model.encoder.depth=x"], {}, "Expected a <class 'int'>. Got value: x", None),
     (["--model.encoder=DepEncoder"], {}, "DepEncoder", "DeepEncoder"),

@@ -90,6 +90,16 @@ def test_configs_have_lightnings_class_paths(capsys: pytest.CaptureFixture[str])
     assert plain.trainer.callbacks.class_path == "hasten.callbacks.Timer"
 
 
+def test_a_wrong_option_of_lightnings_class_is_answered_by_the_option_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    with pytest.raises(SystemExit):
+        LightningCLI(Net, run=False, args=["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.save_lst=true"])
+    shown = capsys.readouterr().err
+    assert "class_path 'lightning.pytorch.callbacks.ModelCheckpoint'" in shown
+    assert "Did you mean save_last?\nAll options:" in shown
+
+
 def test_a_checkpoint_goes_before_the_command_line_and_its_parts_keep_their_marks() -> None:
     from lightning.pytorch.callbacks import EarlyStopping
     from lightning.pytorch.cli import LightningCLI

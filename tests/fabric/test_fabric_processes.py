@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from hasten.loggers import CSVLogger
 from tests.refusals import refused
 
 
@@ -180,16 +181,18 @@ def in_copies(fabric: L.Fabric, factor: int, trainer: str, owner: str) -> list[f
 
 class Launches(L.Fabric):
     def run(self, batch_size: int) -> list[float]:
+        self.log("rank", self.global_rank, step=0)
         return train(self, batch_size)
 
 
-def test_a_function_is_launched_in_copies() -> None:
+def test_a_function_is_launched_in_copies(tmp_path: Path) -> None:
     alone = train(L.Fabric(accelerator="cpu"), batch_size=4)
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp_notebook")
     doubled = fabric.launch(in_copies, 2, trainer="a", owner="b")
     assert doubled == pytest.approx([2 * value for value in alone], abs=2e-6)
-    fabric = Launches(accelerator="cpu", devices=2, strategy="ddp_fork")
+    fabric = Launches(accelerator="cpu", devices=2, strategy="ddp_fork", loggers=CSVLogger(tmp_path))
     assert fabric.run(2) == pytest.approx(alone, abs=1e-6)
+    assert (tmp_path / "lightning_logs/version_0/metrics.csv").read_text() == "rank,step\n0,0\n"
 
 
 @pytest.mark.world_size(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import gc
 import math
 import os
 import pickle
@@ -98,6 +99,23 @@ def test_rows_are_flushed_by_steps_or_rows(tmp_path: Path) -> None:
     assert len(table(logger)) == 10
     logger.log_metrics({"loss": 1.0}, step=50)  # ten steps later, though only one row
     assert len(table(logger)) == 11
+
+
+def test_rows_that_wait_are_written_when_nothing_has_the_logger_anymore(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=0)
+    logger.save()
+    logger.log_metrics({"loss": 0.25}, step=1)
+    path = Path(logger.experiment.metrics_file_path)
+    if (child := os.fork()) == 0:
+        del logger  # A copy of the process: the rows are not its own.
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.read_text() == "loss,step\n0.5,0\n"
+    del logger
+    gc.collect()
+    assert path.read_text() == "loss,step\n0.5,0\n0.25,1\n"
 
 
 def test_a_run_in_the_same_version_continues_the_file_without_its_torn_last_line(tmp_path: Path) -> None:

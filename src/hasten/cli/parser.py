@@ -26,6 +26,7 @@ from hasten._lib.names import did_you_mean, did_you_mean_file, instead_of_remove
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
+from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin, module_of
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -311,7 +312,7 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
         path = Path(missing[1])
         files = (str(each) for each in path.parent.glob("*") if each.is_file()) if path.parent.is_dir() else ()
         lines.append(did_you_mean_file(str(path), files).strip() or f"Give the path of a file, seen from {Path.cwd()}.")
-    if named := _LIGHTNING.search(message):
+    if (named := _LIGHTNING.search(message)) and conventions.current() is conventions.HASTEN:
         lines.append(f"Write hasten.{named[1]}, or start the program with `hasten run`.")
     return lines
 
@@ -351,7 +352,7 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     group = "data" if group == "datamodule" else group
     named = _CLASS_PATH.findall(message)
     if named and not group:  # An argument of the class.
-        return nearest(leaf, _argument_names(named[-1]))
+        return nearest(leaf, itertools.chain.from_iterable(map(_argument_names, named)))
     options = [name for one in (parser, *subcommands.values()) for name in one._option_string_actions]
     leaves = [name.removeprefix("--").rpartition(".")[2] for name in options]
     found = nearest("seed_everything" if leaf == "seed" and leaf not in leaves else leaf, leaves)

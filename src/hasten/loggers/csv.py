@@ -9,9 +9,9 @@ import itertools
 import os
 import shutil
 import tempfile
-import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 from torch import Tensor
@@ -107,7 +107,7 @@ class _RemoteTable(_Table):
     def __init__(self, url: str) -> None:
         self._url, self._system = url, file_system(url)
         folder = tempfile.mkdtemp(prefix="hasten-csv-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        Finalize(self, shutil.rmtree, (folder, True), exitpriority=0)
         copy = os.path.join(folder, "metrics.csv")
         if exists(url):
             self._system.get_file(url, copy)
@@ -169,6 +169,8 @@ class ExperimentWriter:
         self._check_log_dir_exists()
         make_writable("CSVLogger", f"save_dir={log_dir!r}", log_dir)
         self.table = (_RemoteTable if is_url(log_dir) else _Table)(self.metrics_file_path)
+        # A loop of one's own, with Fabric, calls no finalize(). This one is for the process that has made it alone.
+        Finalize(self, _write_rest, (self.table, self.metrics), exitpriority=1)
 
     def _check_log_dir_exists(self) -> None:
         """Warn about files of an earlier run; subclasses of programs for Lightning override it."""
@@ -225,7 +227,13 @@ class ExperimentWriter:
         """Append the buffered rows to the file."""
         if self.metrics:
             self.table.append(self.metrics)
-            self.metrics = []
+            self.metrics.clear()
+
+
+def _write_rest(table: _Table, rows: list[dict[str, Any]]) -> None:
+    if rows and os.path.isdir(os.path.dirname(table.path)):
+        table.append(rows)
+        table.close()
 
 
 class _Continued(ExperimentWriter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -171,8 +171,9 @@ def _child(
         connection.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A forked copy must not run the exit functions of the original.
+        # A forked copy must not run the exit functions of the original, only its own, for instance of its loggers.
         if not isinstance(task, bytes):
+            multiprocessing.util._run_finalizers(0)
             os._exit(code)
     sys.exit(code)
 
