@@ -17,7 +17,9 @@ from typing import Any, get_type_hints
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import hidden
+from hasten.elsewhere.conventions import use
 from hasten.extend import frames
+from hasten_lightning.conventions import LIGHTNING
 from hasten_lightning.facades import annotate, original
 from hasten_lightning.names import PRODUCTS, VERSION, alternative_to, read_table
 
@@ -176,7 +178,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return AliasModule(spec.name, f"{spec.name}, provided by hasten.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Apply the environment; names are imported when they are used."""
+        """Apply the environment and Lightning's conventions; names are imported when they are used."""
+        use(LIGHTNING)
         place = relative(module.__name__) or ""
         if "." not in place:
             # Programs look for the folder of a package.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import hasten as L
+import hasten as L, math as m
 from hasten.callbacks import {imports}
 
 
@@ -38,7 +38,7 @@ class Net(L.LightningModule):
 
 {extra}
 def loader(count: int, shuffle: bool) -> DataLoader:
-    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(m.trunc(count), 6, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
 
 

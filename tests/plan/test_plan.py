@@ -217,17 +217,22 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_command_plans_for_the_devices_of_the_program(tmp_path: Path) -> None:
     cases = [
-        ("devices='0,1', num_nodes=3", [], "6 devices of 3 machines"),
-        ("num_nodes=2", [], "16 devices of 2 machines"),
-        ("devices=4", ["--nodes", "2"], "8 devices of 2 machines"),
+        ("hasten", "devices='0,1', num_nodes=3", [], "6 devices of 3 machines"),
+        # Where the length of the data is asked for, Lightning's behavior begins to read it.
+        ("lightning", "num_nodes=2", [], "16 devices of 2 machines"),
+        ("hasten", "devices=4", ["--nodes", "2"], "8 devices of 2 machines"),
     ]
     words = []
-    for number, (given, options, _) in enumerate(cases):
+    for number, (package, given, options, _) in enumerate(cases):
         program = tmp_path / f"program_{number}.py"
         program.write_text(
             "from tests.plan.on_two_processes import *\n"
-            "import hasten as L\n"
-            f"L.Trainer(max_steps=2, strategy='ddp', {given}).fit(Transformer(), loader())\n",
+            f"import {package} as L\n"
+            "class Scheduled(Transformer):\n"
+            "    def configure_optimizers(self):\n"
+            "        assert self.trainer.estimated_stepping_batches in (1, 2)\n"
+            "        return super().configure_optimizers()\n"
+            f"L.Trainer(max_epochs=1, max_steps=2, strategy='ddp', {given}).fit(Scheduled(), loader())\n",
             encoding="utf-8",
         )
         words.append([*options, str(program)])
@@ -244,8 +249,8 @@ def test_the_command_plans_for_the_devices_of_the_program(tmp_path: Path) -> Non
         "    os.waitpid(child, 0)\n"
     )
     ended = fork_python("-c", commands, cwd=tmp_path)
-    for _, _, planned in cases:
-        assert f"Transformer on {planned}\n" in ended.stdout, ended.stderr
+    for *_, planned in cases:
+        assert f"Scheduled on {planned}\n" in ended.stdout, ended.stderr
 
 
 def test_sizes() -> None:

@@ -16,7 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import hasten as L
+import hasten_lightning
 from hasten.fabric import Fabric
+from hasten.machine import launch
+from hasten_lightning.commands import run
 from hasten_tools.commands import check as command
 from hasten_tools.preflight import CheckFailed, CheckReport, CheckRow, loaders
 from tests.models import Classifier, Several, dataset, loader, quiet
@@ -72,6 +75,27 @@ def test_a_program_is_checked_at_its_first_fit() -> None:
     assert [row.seen for row in report.errors] == ["fit(ckpt_path='gone.ckpt'): there is no such file."]
     assert seen[0][0].keys() == {"val_loss"}
     assert seen[1:] == [1]
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(("package", "status"), [("hasten", "error"), ("lightning", "warning")])
+def test_a_mistake_is_an_error_where_python_makes_it_one(
+    package: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(
+        f"from {package} import Trainer\n"
+        "from hasten.demos import BoringModel\n"
+        "Trainer(logger=False, enable_checkpointing=False).fit(BoringModel(), [])\n"
+    )
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(launch, "PREFIX", [])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    try:
+        report = checked(lambda: run.main([str(tmp_path / "train.py")], as_python_does=True))
+    finally:
+        hasten_lightning.uninstall()
+    assert status in {row.status for row in report.rows if "the train dataloader has no batches" in row.seen}
 
 
 @pytest.mark.usefixtures("patched")

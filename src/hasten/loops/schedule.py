@@ -188,8 +188,10 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
                 f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: "
                 f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches.",
                 fix=(
-                    "Make it with total_steps=self.trainer.estimated_stepping_batches. A resumed run keeps the plan of "
-                    "its checkpoint: to train longer than that plan, load the weights alone and begin a new one."
+                    "Make it with total_steps=self.trainer.estimated_stepping_batches."
+                    if run.resume.from_batch < 0
+                    else "A resumed run keeps the plan of its checkpoint. To train longer than that plan, begin a new one "
+                    "with its weights: fit(Model.load_from_checkpoint(path), ...) without ckpt_path."
                 ),
             )
         raise

@@ -36,15 +36,24 @@ OWN_ARGUMENTS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run a program; return its exit code."""
+def main(arguments: Sequence[str], *, as_python_does: bool = False) -> int:
+    """Run a program; return its exit code.
+
+    ``as_python_does``: a program that imports hasten alone, and no name of Lightning, keeps hasten's conventions.
+    """
     parser = make_parser()
     given, rest = parse_program(parser, arguments)
     check_program(parser, given)
 
     import hasten_lightning
+    from hasten.elsewhere.conventions import HASTEN, use
     from hasten.machine import launch
     from hasten_lightning import environment
+
+    def install() -> None:
+        hasten_lightning.install()
+        if as_python_does:
+            use(HASTEN)
 
     for name, *_ in OWN_ARGUMENTS:
         if (value := getattr(given, name)) is not None:
@@ -58,12 +67,12 @@ def main(arguments: Sequence[str]) -> int:
     launch.PREFIX[:] = ["-m", "hasten", "run"]
     if given.module is not None:
         origin = find_module(given.module, parser)
-        hasten_lightning.install()
+        install()
         sys.argv[:] = [given.module, *rest]
         return _shown(lambda: runpy.run_module(given.module, run_name="__main__", alter_sys=True), origin)
     path = Path(given.program)
     source = read_source(path, parser)
-    hasten_lightning.install()
+    install()
     sys.argv[:] = [given.program, *rest]
     # A program can import modules from its own folder.
     if not sys.flags.safe_path:

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     given, rest = run.parse_program(parser, arguments)
     words = run.program_words(parser, given, rest)
     try:
-        report = check_program(lambda: run.main(words), shown=words[-1 - len(rest)])
+        report = check_program(lambda: run.main(words, as_python_does=True), shown=words[-1 - len(rest)])
         report.show()
         if given.json is not None:
             given.json.write_text(to_json(report), encoding="utf-8")

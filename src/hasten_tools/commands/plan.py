@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         mesh=given.mesh, speeds=_speeds(given.bandwidth, given.tflops),
     )  # fmt: skip
     try:
-        found = plan_program(question, lambda: run.main(words))
+        found = plan_program(question, lambda: run.main(words, as_python_does=True))
         print(found.table())
         if given.json is not None:
             given.json.write_text(found.to_json() + "\n", encoding="utf-8")

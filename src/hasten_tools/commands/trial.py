@@ -25,13 +25,13 @@ class _Enough(BaseException):
 
 
 def run_program(session: Session, orders: Orders, words: Sequence[str]) -> None:
-    """Run a program as ``hasten run`` does, up to its first training, which the parent orders in turns."""
+    """Run a program up to its first training, which the parent orders in turns."""
     FitTrial(session, orders, Trainer).install()
     _refuse_own_loops(session)
     # A program may not seed itself; all trials begin with the same weights.
     seed_everything(0, verbose=False)
     try:
-        code = run.main(words)
+        code = run.main(words, as_python_does=True)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     if code:

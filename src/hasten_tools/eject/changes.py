@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from hasten_tools.eject.facts import Facts
 from hasten_tools.eject.objects import LOGGER_QUIET, ONLY_SHOW, Objects, is_append
 from hasten_tools.eject.reader import QUIET, SHOWN, VERBS, is_self, trainer_arguments
-from hasten_tools.eject.source import CALLBACK, DATA, MODEL, TRAINER, ProgramCall, Source
+from hasten_tools.eject.source import CALLBACK, DATA, MODEL, TRAINER, ProgramCall, Source, remove_unused_imports
 from hasten_tools.eject.use import CLASSES, Use
 
 # What stands for arguments that only another Trainer of the program gives.
@@ -25,7 +25,7 @@ class Changes:
     def make(self) -> None:
         source = self.source
         for statement in source.imports:
-            source.remove_statement(statement)
+            remove_unused_imports(source, statement, lambda name: name not in source.imported)
         for each in source.classes():
             self._change_class(each)
         for node in ast.walk(source.tree):

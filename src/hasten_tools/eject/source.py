@@ -255,7 +255,7 @@ def without_unused(text: str, keep: Callable[[str], bool]) -> str:
 
         for node in ast.walk(source.tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                _remove_unused_imports(source, node, is_used)
+                remove_unused_imports(source, node, is_used)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_unused_local(source, node, is_used):
                 source.remove_statement(node)
         new = source.result()
@@ -265,7 +265,8 @@ def without_unused(text: str, keep: Callable[[str], bool]) -> str:
     return text
 
 
-def _remove_unused_imports(source: Source, node: ast.Import | ast.ImportFrom, is_used: Callable[[str], bool]) -> None:
+def remove_unused_imports(source: Source, node: ast.Import | ast.ImportFrom, is_used: Callable[[str], bool]) -> None:
+    """Remove those names of an import statement that are not used; the statement, if none is left."""
     if isinstance(node, ast.ImportFrom) and node.module == "__future__":
         return
     used = [alias for alias in node.names if is_used((alias.asname or alias.name).split(".")[0])]

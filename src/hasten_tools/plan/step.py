@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class _PlannedFit:
 
     def take(self, run: Run) -> None:
         """Prepare a run without data."""
-        runtime, load = run.runtime, run.data.train.load
+        runtime, train = run.runtime, cast(Any, run.data.train)
         init_module, shard = runtime.init_module, runtime.strategy.shard
 
         def empty_module(empty_init: bool | None = None) -> ExitStack:
@@ -187,14 +187,17 @@ class _PlannedFit:
                 self.ledger.see(tensor, WEIGHTS)
             shard(module, stored)
 
-        def load_data() -> Any:
-            with simulated.on_real_tensors():
-                return load()
+        def with_data(read: Callable[[], Any]) -> Callable[[], Any]:
+            def on_real_tensors() -> Any:
+                with simulated.on_real_tensors():
+                    return read()
+
+            return on_real_tensors
 
         own_runtime: Any = runtime
         own_runtime.init_module, own_runtime.strategy.shard = empty_module, shard_without_data
-        train: Any = run.data.train
-        train.load = load_data
+        # A program reads the length of its data, and begins it, in configure_optimizers: estimated_stepping_batches.
+        train.load, train.begin = with_data(train.load), with_data(train.begin)
 
     def _leave_out(self, module: nn.Module, strategy: Any, kept: int) -> None:
         """Leave out all but some of the equal blocks of a module, or of each of its stages."""
