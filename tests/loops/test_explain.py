@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_scheduler_made_for_fewer_steps() -> None:
         quiet(max_epochs=2).fit(OneCycle(), loader())
     assert "total_steps=self.trainer.estimated_stepping_batches" in notes(caught.value)
     assert "2 epochs of 10 batches" in notes(caught.value)
+
+
+def test_a_scheduler_whose_plan_is_that_of_a_checkpoint_begins_a_new_one(tmp_path: Path) -> None:
+    class Planned(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Planned(), loader())
+    trainer.save_checkpoint(path := tmp_path / "one.ckpt")
+    with pytest.raises(ValueError, match="total steps is 10") as caught:
+        quiet(max_epochs=2).fit(Planned(), loader(), ckpt_path=path)
+    assert "load_from_checkpoint(path), ...) without ckpt_path" in notes(caught.value)
+    assert "total_steps=" not in notes(caught.value)
+    assert f"The run was resumed from {path}, whose state it uses. Batches since: 1." in notes(caught.value)
 
 
 @pytest.mark.parametrize(("length", "interval", "other"), [(30, "epoch", "step"), (3, "step", "epoch")])

@@ -190,8 +190,8 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
                 fix=(
                     "Make it with total_steps=self.trainer.estimated_stepping_batches."
                     if run.resume.from_batch < 0
-                    else "A resumed run keeps the plan of its checkpoint. To train longer than that plan, begin a new one "
-                    "with its weights: fit(Model.load_from_checkpoint(path), ...) without ckpt_path."
+                    else "A resumed run keeps the plan of its checkpoint. To train longer, begin a new plan with its "
+                    "weights: fit(Model.load_from_checkpoint(path), ...) without ckpt_path."
                 ),
             )
         raise

@@ -173,7 +173,7 @@ def _child(
         sys.stderr.flush()
         # A forked copy must not run the exit functions of the original, only its own, for instance of its loggers.
         if not isinstance(task, bytes):
-            multiprocessing.util._run_finalizers(0)
+            vars(multiprocessing.util)["_run_finalizers"](0)
             os._exit(code)
     sys.exit(code)
 

@@ -261,7 +261,7 @@ def name_checkpoint(trainer: Trainer, run: Run, error: BaseException) -> None:
     done, path = run.progress.total_batches - run.resume.from_batch, trainer.ckpt_path
     is_first = run.resume.from_batch >= 0 and done <= trainer.num_training_batches
     if is_first and isinstance(error, Exception) and str(path) not in str(error):
-        add_note(error, f"The run uses the state of {path}, from which it was resumed; it is in its batch {done} since.")
+        add_note(error, f"The run was resumed from {path}, whose state it uses. Batches since: {done}.")
 
 
 def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
