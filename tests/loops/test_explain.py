@@ -125,7 +125,7 @@ def test_a_scheduler_whose_plan_is_that_of_a_checkpoint_begins_a_new_one(tmp_pat
     trainer = quiet(max_epochs=1)
     trainer.fit(Planned(), loader())
     trainer.save_checkpoint(path := tmp_path / "one.ckpt")
-    with pytest.raises(ValueError, match="total steps is 10") as caught:
+    with pytest.raises(ValueError) as caught:
         quiet(max_epochs=2).fit(Planned(), loader(), ckpt_path=path)
     assert "load_from_checkpoint(path), ...) without ckpt_path" in notes(caught.value)
     assert "total_steps=" not in notes(caught.value)

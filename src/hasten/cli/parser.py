@@ -26,7 +26,6 @@ from hasten._lib.names import did_you_mean, did_you_mean_file, instead_of_remove
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
-from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin, module_of
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -70,7 +69,7 @@ _CLASS_PATH = re.compile(r"class_path '([^']*)'")
 # An option of an optimizer or scheduler whose class is not chosen.
 _NO_CLASS = re.compile(r"class_path 'torch\.optim\.(?:Optimizer|lr_scheduler\.LRScheduler)'")
 _NO_ACTION = re.compile(r'No action for key "([^"]+)"')
-_LIGHTNING = re.compile(r"class_path '(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)'")
+_LIGHTNING = re.compile(r"class_path '((?:lightning\.pytorch|pytorch_lightning)\.([\w.]+))'")
 
 # Where a class passes its **kwargs: (module, name there, arguments that the class sets itself).
 _FORWARDS_TO = {
@@ -312,8 +311,9 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
         path = Path(missing[1])
         files = (str(each) for each in path.parent.glob("*") if each.is_file()) if path.parent.is_dir() else ()
         lines.append(did_you_mean_file(str(path), files).strip() or f"Give the path of a file, seen from {Path.cwd()}.")
-    if (named := _LIGHTNING.search(message)) and conventions.current() is conventions.HASTEN:
-        lines.append(f"Write hasten.{named[1]}, or start the program with `hasten run`.")
+    # Its class is hasten's under `hasten run`.
+    if (named := _LIGHTNING.search(message)) and not is_builtin(sys.modules.get(named[1].rpartition(".")[0])):
+        lines.append(f"Write hasten.{named[2]}, or start the program with `hasten run`.")
     return lines
 
 

@@ -187,16 +187,10 @@ class _PlannedFit:
                 self.ledger.see(tensor, WEIGHTS)
             shard(module, stored)
 
-        def with_data(read: Callable[[], Any]) -> Callable[[], Any]:
-            def on_real_tensors() -> Any:
-                with simulated.on_real_tensors():
-                    return read()
-
-            return on_real_tensors
-
         own_runtime: Any = runtime
         own_runtime.init_module, own_runtime.strategy.shard = empty_module, shard_without_data
         # A program reads the length of its data, and begins it, in configure_optimizers: estimated_stepping_batches.
+        with_data = torch_private.without_modes()
         train.load, train.begin = with_data(train.load), with_data(train.begin)
 
     def _leave_out(self, module: nn.Module, strategy: Any, kept: int) -> None:
