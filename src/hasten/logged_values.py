@@ -249,7 +249,9 @@ class LoggedValues:
             return logged
         logged.on_step, logged.on_epoch = bool(meant.on_step), bool(meant.on_epoch)
         logged.prog_bar, logged.logger, logged.reduce = meant.prog_bar, bool(meant.logger), str(meant.reduce_fx)
-        logged.enable_graph, logged.zero_only, logged.sync = meant.enable_graph, meant.rank_zero_only, meant.sync_dist
+        logged.enable_graph, logged.zero_only = meant.enable_graph, meant.rank_zero_only
+        # Also in one process: a run of several may continue from its checkpoint.
+        logged.sync = bool(options.sync_dist) and not logged.zero_only
         if options.logger and not self.loggers:
             what = f"{where}, logger=True: the Trainer has no logger configured."
             self._warn("no logger", what, "Leave logger=True out.")

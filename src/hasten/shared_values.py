@@ -123,7 +123,7 @@ class SharedValues:
             for i in sorted(range(len(logged)), key=lambda i: _place(logged[i])):
                 parts[i] = logged[i].epoch_value()
             numerators = [
-                mean(total, weight) if reduce == "mean" and not each.sync else total
+                mean(total, weight) if reduce == "mean" and not self.reduces(each) else total
                 for each, (total, weight, reduce) in zip(logged, parts, strict=True)
             ]
             for op, chosen in shared:

@@ -176,6 +176,25 @@ def test_what_cannot_be_copied_to_the_last_bit_is_not(what: object) -> None:
     assert background.HostCopies().of({"weight": torch.ones(2), "what": what}) is None
 
 
+def test_what_is_not_copied_to_the_last_bit_is_still_of_the_moment_of_the_save(tmp_path: Path) -> None:
+    held = threading.Event()
+
+    class Held(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **options: Any) -> None:
+            held.wait(20)
+            super().save_checkpoint(*args, **options)
+
+    contents: dict[str, Any] = {"weight": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "epochs": [1]}
+    plugin = AsyncCheckpointIO(Held())
+    plugin.save_checkpoint(contents, tmp_path / "a.ckpt")
+    contents["weight"].zero_()
+    contents["epochs"].append(2)
+    held.set()
+    plugin.teardown()
+    saved = files.load(tmp_path / "a.ckpt")
+    assert (saved["weight"].tolist(), saved["epochs"]) == ([1.0, 1.0], [1])
+
+
 def test_where_memory_is_short_files_are_written_at_once(
     tmp_path: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

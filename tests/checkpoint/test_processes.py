@@ -89,7 +89,7 @@ def test_a_metric_that_joins_its_states_itself_starts_again() -> None:
 
 
 def process(share: tuple[int, int], *values: dict[str, Any], **more: Any) -> dict[str, Any]:
-    entries = [{"hook": "training_step", "metric": None, "value": 0.0, **value} for value in values]
+    entries = [{"hook": "training_step", "metric": None, "value": 0.0, "sync": False, **value} for value in values]
     kept = {"train": entries, "callback": {}, "logged": {}, "bar": {}}
     return {"share": share, "values": kept, "window_weight": None, "metrics": {}, "data": {}, **more}
 
@@ -123,6 +123,11 @@ def test_logged_values_are_divided_so_that_all_together_have_all() -> None:
     ]
     assert three[0]["values"]["train"][1]["total"] == 7
     assert [one["window_weight"] for one in three] == [3.0] * 3
+    # The row of the latest step, if it is still to be written, has what all processes share.
+    for reduce, latest in (("mean", 2.0), ("sum", 4.0), ("max", 3.0)):
+        shared = {"name": "x", "reduce": reduce, "weight": 1, "sync": True}
+        ranks = [process((rank, 2), {**shared, "value": value, "total": value}) for rank, value in ((0, 1.0), (1, 3.0))]
+        assert joined(ranks, (0, 1), lambda _: {})["values"]["train"][0]["value"] == latest
 
 
 def test_the_state_of_an_earlier_version_has_no_share() -> None:

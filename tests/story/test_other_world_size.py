@@ -85,12 +85,13 @@ class Recorded(Classifier):
         self.correlation.update(x[:, 0], x[:, 1])
         size = len(number)
         self.log("mean", number.double().mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log("total", size, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.log("most", number.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
         loss = self.loss((x, y))
         return {"loss": loss, "loss_weight": size} if self.weighs else loss
 
     def on_train_epoch_end(self) -> None:
-        values = {name: float(self.trainer.callback_metrics[name]) for name in ("mean", "most")}
+        values = {name: float(self.trainer.callback_metrics[name]) for name in ("mean", "most", "total")}
         values |= {"sum": float(self.sum.compute()), "samples": self.numbers.compute().numel()}
         self.results[self.current_epoch] = values
         self.weights[self.current_epoch] = {name: whole(value) for name, value in self.layers.state_dict().items()}
@@ -222,22 +223,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     twins = {**one, "strategy": "twins"}
     launch(folder, 3, begun(FEW, "3-1-2", 2))
     launch(folder, 2, [
-        *begun(KINDS, "2-1"), *begun(FEW, "2-3", 3), *large(0, 4), {**one, "chain": "whole", "accumulate": 3},
+        *begun(KINDS, "2-1"), *begun(("in sequence",), "2-1 end", 6), *begun(FEW, "2-3", 3),
+        *large(0, 4), {**one, "chain": "whole", "accumulate": 3},
         {**twins, "chain": "twins-whole"}, {**twins, "chain": "twins-one", "stops": 4},
         {**twins, "chain": "twins-ddp", "stops": 4}, {**one, "chain": "twins-ddp", "stage": 1},
         *({**run, "batch_size": BATCH, "same": True} for run in large(1, 0)),
     ])  # fmt: skip
     launch(folder, 1, [
-        *ended(KINDS, "2-1"), *begun(SOME, "1-2"), *({**run, "stage": 1} for run in begun(FEW, "3-1-2", 2)),
+        *ended(KINDS, "2-1"), *ended(("in sequence",), "2-1 end"), *begun(("in sequence",), "1-2 end", 12),
+        *begun(SOME, "1-2"), *({**run, "stage": 1} for run in begun(FEW, "3-1-2", 2)),
         *large(1, 0), {**one, "chain": "twins-one", "stage": 1},
     ])  # fmt: skip
-    launch(folder, 2, [*ended(SOME, "1-2"), *ended(FEW, "3-1-2", 2)])
+    launch(folder, 2, [*ended(SOME, "1-2"), *ended(("in sequence",), "1-2 end"), *ended(FEW, "3-1-2", 2)])
     launch(folder, 3, ended(FEW, "2-3"))
     return folder
 
 
 CHAINS = [(kind, "2-1") for kind in KINDS[:-1]] + [(kind, "1-2") for kind in SOME[:-1]]
 CHAINS += [(kind, chain) for kind in FEW for chain in ("2-3", "3-1-2")]
+# Interrupted after the last batch of the epoch: the run that goes on logs nothing in it.
+CHAINS += [("in sequence", "1-2 end"), ("in sequence", "2-1 end")]
 
 
 def test_every_sample_of_the_interrupted_epoch_is_trained_on_once(folder: Path) -> None:
@@ -253,6 +258,7 @@ def test_every_sample_of_the_interrupted_epoch_is_trained_on_once(folder: Path) 
 def test_what_an_epoch_has_gathered_is_that_of_all_processes(folder: Path) -> None:
     numbers = range(SAMPLES)
     expected = {"mean": sum(numbers) / SAMPLES, "most": max(numbers), "sum": sum(numbers), "samples": SAMPLES}
+    expected["total"] = SAMPLES
     for kind, chain in CHAINS:
         *before, last = [read(folder, kind, chain, stage) for stage in range(len(chain.split("-")))]
         for process in last:
@@ -261,7 +267,7 @@ def test_what_an_epoch_has_gathered_is_that_of_all_processes(folder: Path) -> No
         # Pearson's correlation is computed from parts that cannot be added: fewer processes have no place for them.
         if chain == "3-1-2":
             assert "metrics ['correlation'] start again" in before[1][0]["said"][0]
-        elif chain == "2-1":
+        elif chain in ("2-1", "2-1 end"):
             (message,) = last[0]["said"]
             assert "by 2 process(es) that share the data and is resumed on 1: the metrics ['correlation']" in message
         else:

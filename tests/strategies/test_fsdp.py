@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 from hasten.optim import in_backward
-from hasten.plugins import FSDPPrecision, MixedPrecision
+from hasten.plugins import AsyncCheckpointIO, FSDPPrecision, MixedPrecision
 from hasten.strategies import FSDPStrategy
 
 
@@ -319,8 +319,10 @@ class SavesInside(L.Callback):
 def test_a_file_saved_within_an_accumulation_resumes_under_every_strategy(tmp_path: Path) -> None:
     path = tmp_path / "inside.ckpt"
     whole_run = whole(fit(1, "auto", samples=48, accumulate_grad_batches=4)[1])
-    for saves in ("fsdp", "ddp"):
-        saved = fit(2, saves, samples=48, accumulate_grad_batches=4, callbacks=[SavesInside(path)])
+    for saves in ("fsdp", "ddp", FSDPStrategy(state_dict_type="sharded")):
+        # Folders, in the background.
+        plugins = AsyncCheckpointIO() if isinstance(saves, FSDPStrategy) else None
+        saved = fit(2, saves, samples=48, accumulate_grad_batches=4, callbacks=[SavesInside(path)], plugins=plugins)
         torch.testing.assert_close(whole(saved[1]), whole_run)
         for resumes in ("fsdp", "ddp"):
             trainer, net = quiet_trainer(resumes), Net()

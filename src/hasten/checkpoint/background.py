@@ -17,7 +17,6 @@ from torch.serialization import location_tag
 from hasten._lib import check, torch_private
 from hasten._lib.device import is_host
 from hasten._lib.rank_zero import log
-from hasten._lib.tree import map_tensors
 from hasten.checkpoint.files import (
     CheckpointIO,
     DefaultCheckpointIO,
@@ -374,8 +373,8 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         snapshot = self.writer.copy(checkpoint)
         if snapshot is None:
-            contents = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), checkpoint)
-            snapshot = Copy(contents, {})
+            memo: dict[int, Any] = {id(one): one.detach().to("cpu", copy=True) for one in _tensors_in(checkpoint)}
+            snapshot = Copy(copy.deepcopy(checkpoint, memo), {})
         save = functools.partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         self.writer.write(save, snapshot, path)
 

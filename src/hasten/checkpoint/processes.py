@@ -62,12 +62,17 @@ def _joined_value(found: Sequence[Mapping[str, Any]], parts: int) -> State:
     totals = [entry["total"] for entry in found]
     if found[0]["metric"] is not None or any(total is None for total in totals):
         return dict(found[0])
-    reduce = found[0]["reduce"]
-    if reduce in ("max", "min"):
-        return {**found[0], "total": max(totals) if reduce == "max" else min(totals)}
+    reduce, latest = found[0]["reduce"], found[0]["value"]
+    extreme = {"max": max, "min": min}.get(reduce)
+    if found[0]["sync"]:
+        # The row of the latest step may not be written yet: it has the value of all processes.
+        values = [entry["value"] for entry in found]
+        latest = extreme(values) if extreme else _sum(values) / (len(values) if reduce == "mean" else parts)
+    if extreme:
+        return {**found[0], "value": latest, "total": extreme(totals)}
     weights = [entry["weight"] for entry in found]
     weight = None if any(each is None for each in weights) else _sum(weights) / parts
-    return {**found[0], "total": _sum(totals) / parts, "weight": weight}
+    return {**found[0], "value": latest, "total": _sum(totals) / parts, "weight": weight}
 
 
 def _sum(values: Iterable[Any]) -> Any:

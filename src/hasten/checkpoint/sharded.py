@@ -371,7 +371,12 @@ class _Save:
         if stager is not None:
             # Flat parts are copies already.
             kept = {key: tensor for key, tensor in self._tensors.items() if isinstance(tensor, FlatPart)}
-            others = {key: tensor for key, tensor in self._tensors.items() if key not in kept}
+            # Torch's stager takes a DTensor with an offset, as FSDP reduces gradients, for one with a storage.
+            others = {
+                key: tensor.clone() if is_sharded(tensor) and tensor.storage_offset() else tensor
+                for key, tensor in self._tensors.items()
+                if key not in kept
+            }
             self._tensors = {**stager.stage(others), **kept}
             if is_first:
                 self._contents = map_tensors(lambda each: each.detach().to("cpu", copy=True), self._contents)
