@@ -259,6 +259,11 @@ def test_parameters_that_are_not_there_are_refused() -> None:
 
     with refused(ValueError, says=("['weight'", "'bias'")):
         quiet(callbacks=[Nothing("l1_unstructured")]).fit(model, loader(4))
+    model.attention = nn.MultiheadAttention(4, 1)
+    with refused(
+        ValueError, "parameters_to_prune", fix="[(model.layer, 'weight'), ...]", says="'attention.out_proj.weight'"
+    ):
+        quiet(callbacks=pruning()()).fit(model, loader(4))
 
 
 def test_none_prunes_all_parameters() -> None:

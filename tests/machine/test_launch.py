@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.models import Classifier, loader, quiet
 from tests.programs import Forked, call_in_file, copying_python
-from tests.refusals import refused
+from tests.refusals import refused, warned
 from torch import nn
 
 from hasten.callbacks import ModelCheckpoint
@@ -248,6 +248,8 @@ def test_results_of_copies_come_back_also_where_hooks_have_made_layers(hook: str
         assert torch.equal(
             model.layers[1].weight, torch.load(checkpoint.best_model_path)["state_dict"]["layers.1.weight"]
         )
+        with warned(UserWarning, fix="a BasePredictionWriter", says="first of 2 processes only"):
+            assert len(torch.cat(trainer.predict(model, loader(12)))) == 6
     assert trainer.global_step == 1
     assert Path(checkpoint.best_model_path).exists()
 

@@ -268,6 +268,15 @@ class ModelPruning(Callback):
             )
         paths = {id(module): path for path, module in pl_module.named_modules()}
         self._paths = [f"{paths[id(module)]}.{name}" for module, name in self._parameters_to_prune]
+        for (module, _), path in zip(self._parameters_to_prune, self._paths, strict=True):
+            # Its mask is applied in a forward that nn.MultiheadAttention never calls: the second backward would fail.
+            if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+                raise MisconfigurationException(
+                    f"ModelPruning: {path!r} is of an nn.MultiheadAttention, which does not call its out_proj as a "
+                    "layer: torch's masks have no effect there.",
+                    fix="Name the layers to prune: parameters_to_prune=[(model.layer, 'weight'), ...].",
+                    argument="parameters_to_prune",
+                )
         self._initial_values, self._templates, self._loaded, self._pruned_at = {}, {}, None, 0
         if not self._use_lottery_ticket_hypothesis:
             return

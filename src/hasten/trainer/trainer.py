@@ -19,7 +19,7 @@ from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.arguments import check_arguments, require_callback
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching
@@ -470,7 +470,8 @@ class Trainer(TrainerView):
             weights_only: see ``fit``.
 
         Returns:
-            the outputs by batch, with several loaders by loader and batch; None if they are not kept.
+            the outputs by batch, with several loaders by loader and batch, of this process's part of the data; where
+            copies of this process predicted, of the first one's. None if they are not kept.
 
         Raises:
             TypeError: no model was given before, or it is not a LightningModule.
@@ -478,7 +479,14 @@ class Trainer(TrainerView):
 
         """
         body = functools.partial(predict, return_predictions=return_predictions is not False)
-        return self._evaluate(TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
+        found = self._evaluate(TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
+        if found and self._runtime.several_processes and not joined():
+            warn_once(
+                "predictions of copies",
+                f"Trainer.predict() returns the predictions of the first of {self._runtime.world_size} processes only.",
+                fix="Predict with devices=1, or write those of all with a BasePredictionWriter.",
+            )
+        return found
 
     def save_checkpoint(
         self, filepath: PathLike, weights_only: bool | None = None, storage_options: StorageOptions = None
