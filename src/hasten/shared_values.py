@@ -149,15 +149,9 @@ class SharedValues:
     # -- agreement on the names
 
     def _agreed(self, logged: Sequence[LoggedValue], moment: str) -> list[tuple[str, list[int]]]:
-        """Return (operation, indices of the values it reduces), in the same order on all processes.
+        """Return (operation, indices of the values of this process it reduces), in the same order on all processes.
 
-        Args:
-            logged: the values of this process.
-            moment: when they are reduced; all processes reach the same moments equally often.
-
-        Raises:
-            RuntimeError: other processes reduce other values at this moment.
-
+        These reach each moment equally often; a RuntimeError says that others reduce other values there.
         """
         if not self.several:
             return []
@@ -214,18 +208,12 @@ class SharedValues:
     ) -> tuple[list[Absent], list[StepRow]]:
         """Agree on the values of an evaluation and reduce its steps' values; all processes call it at the end.
 
-        Args:
-            own: the values of the epoch that this process has, with their loaders.
-            rows: the values of its steps.
-            module: has the metrics. Metrics without a batch are made ready to exchange their states with the others.
-            batches: how many batches this process had, by loader.
+        Metrics of ``module`` without a batch are made ready to exchange their states. ``batches`` says how many this
+        process had, by loader. A value that some processes log alone is a RuntimeError.
 
         Returns:
             the values that other processes logged for loaders of which this process had no batch; the rows of all
             steps.
-
-        Raises:
-            RuntimeError: a value is logged on some processes alone.
 
         """
         no_batch = [loader for loader, count in enumerate(batches) if not count]

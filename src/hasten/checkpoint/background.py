@@ -65,14 +65,9 @@ class BackgroundWriter:
         return BackgroundWriter, ()
 
     def begin(self, undo: Callable[[], object]) -> None:
-        """Wait for the save before; what is written until ``end`` is one save.
+        """Wait for the save before, and raise its error; what is written until ``end`` is one save.
 
-        Args:
-            undo: called, in the main thread, if the save fails: before its error is raised.
-
-        Raises:
-            OSError: the save before could not be written.
-
+        If that fails, ``undo`` is called in the main thread before its error is raised.
         """
         if not self.is_idle:
             self.wait()
@@ -85,12 +80,7 @@ class BackgroundWriter:
             self._copies.forget_sources()
 
     def copy(self, contents: dict[str, Any]) -> Copy | None:
-        """Return a copy of a checkpoint, after the save before; see ``HostCopies.of``.
-
-        Raises:
-            OSError: a file before could not be written.
-
-        """
+        """Return a copy of a checkpoint, after the save before, whose error it raises; see ``HostCopies.of``."""
         if not self._is_open or self._error is not None:
             self.wait()
         if self._copies is None:
@@ -104,12 +94,7 @@ class BackgroundWriter:
             self._copies.forget_sources()
 
     def save(self, contents: dict[str, Any], path: PathLike, storage_options: StorageOptions) -> None:
-        """Write a checkpoint: in the thread if it is large and a save is open, else before this returns.
-
-        Raises:
-            OSError: it could not be written, or a file before.
-
-        """
+        """Write a checkpoint: in the thread if it is large and a save is open, else before this returns."""
         snapshot = self.copy(contents) if self._is_open and _size_bytes(contents) >= LARGE_BYTES else None
         if snapshot is not None:
             self.write(functools.partial(save_unchecked, storage_options=storage_options), snapshot, path)

@@ -20,13 +20,8 @@ def joined(shares: Sequence[State], share: tuple[int, int], join_metrics: Callab
     """Return the state of a process that reads a share of the data, of another number of shares than before.
 
     What the interrupted epoch has gathered is divided among the processes, so that together they have all of it.
-    Everything else is taken from one of the processes.
-
-    Args:
-        shares: from ``by_share``.
-        share: the index of the process's part of the data, and the number of parts.
-        join_metrics: joins the metric states of several processes into one.
-
+    Everything else is taken from one of them. ``share`` is the index of the process's part of the data, and the number
+    of parts; ``shares`` come from ``by_share``.
     """
     number, replicas = share
     state = shares[number % len(shares)]

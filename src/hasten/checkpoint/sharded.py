@@ -335,12 +335,9 @@ class _Save:
         self._prepared = ""
 
     def begin(self, *, stager: Any = None, earlier: BaseException | None = None) -> None:
-        """Find the tensors and make a temporary folder.
+        """Find the tensors, copied by ``stager`` if they may change, and make a temporary folder.
 
-        Args:
-            stager: copies everything that may change before it is written; None if nothing changes.
-            earlier: an error to raise on all processes.
-
+        ``earlier`` is an error to raise on all processes.
         """
         error = earlier
         prepared = ""
@@ -373,7 +370,7 @@ class _Save:
             kept = {key: tensor for key, tensor in self._tensors.items() if isinstance(tensor, FlatPart)}
             # Torch's stager takes a DTensor with an offset, as FSDP reduces gradients, for one with a storage.
             others = {
-                key: tensor.clone() if is_sharded(tensor) and tensor.storage_offset() else tensor
+                key: tensor.clone() if type(tensor) is not Tensor and tensor.storage_offset() else tensor
                 for key, tensor in self._tensors.items()
                 if key not in kept
             }

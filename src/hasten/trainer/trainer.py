@@ -483,7 +483,7 @@ class Trainer(TrainerView):
         if found and self._runtime.several_processes and not joined():
             warn_once(
                 "predictions of copies",
-                f"Trainer.predict() returns the predictions of the first of {self._runtime.world_size} processes only.",
+                f"Trainer.predict() returns the predictions of the first of {self.world_size} processes only.",
                 fix="Predict with devices=1, or write those of all with a BasePredictionWriter.",
             )
         return found
