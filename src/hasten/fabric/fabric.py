@@ -218,6 +218,7 @@ class Fabric(RuntimeView):
             TypeError: ``function`` is not callable or takes no argument, or the strategy needs one.
 
         """
+        goes_on_here = function is None
         if function is None:
             if self.strategy.launches_functions and not self._runtime.cluster.creates_processes_externally:
                 raise TypeError(
@@ -240,7 +241,7 @@ class Fabric(RuntimeView):
             function = functools.partial(_in_matmul_precision, function)
         self._launched = True
         result = self._runtime.launch(functools.partial(function, self, *args, **kwargs))
-        if function is Fabric._set_matmul_precision and self._runtime.several_processes:
+        if goes_on_here and self._runtime.several_processes:
             name_who_ended_at_the_top()
         return result
 

@@ -155,13 +155,13 @@ class FirstEpoch:
         """Warn of a rate of 0 or of before lr_find, of eval mode and of schedulers that the program steps too."""
         if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
             lr_find.warn_of_fixed_rate(run)
+        steps, epochs = run.progress.global_step - self._steps, run.limits.max_epochs
         # A program that raises the rate itself has 0 in the first step.
-        if self._still is not None and run.progress.global_step > self._steps + 1 and _has_no_rate(run):
+        if self._still is not None and steps > 1 and _has_no_rate(run):
             _warn_of_no_rate(run, *self._still)
         if self._training and not run.module.training:
             _warn_of_eval_mode(run)
         for config, before in self._stepped:
-            steps, epochs = run.progress.global_step - self._steps, run.limits.max_epochs
             made = torch_private.steps_of_scheduler(config.scheduler) - before
             due = steps if config.interval == "step" else 1
             # One made for the epochs rises again after so many steps, and one made for the steps hardly falls.
