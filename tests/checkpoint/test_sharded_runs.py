@@ -279,11 +279,13 @@ def test_a_shard_that_several_processes_have_is_written_once(tmp_path: Path) -> 
         return sharded(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
 
     rank, group = torch.distributed.get_rank(), torch.distributed.new_group([0, 1])
-    run = fit(4, hybrid(), max_epochs=1, plugins=AsyncCheckpointIO())
+    io = AsyncCheckpointIO()
+    run = fit(4, hybrid(), max_epochs=1, plugins=io)
     expected = state(run)
     contents = {"state_dict": run[1].state_dict(), "optimizer_states": [run[0].optimizers[0].state_dict()]}
     run[0].save_checkpoint(tmp_path / "trainer.ckpt")
     files.save_folder(contents, tmp_path / "a.ckpt")
+    io.teardown()  # The first one is written in the background.
     torch.distributed.barrier()
     for name in ("a.ckpt", "trainer.ckpt"):
         check_same(flat(tmp_path / name), expected)
