@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from hasten.commands import main
 from hasten.machine.host import usable_cores
 from hasten_tools.speed import advice, levers, trial, trial_processes
+from tests.programs import Forked
 from tests.speed.test_trial_processes import gone
 
 PROGRAM = """
@@ -231,9 +231,7 @@ class Server:
         try:
             os.setsid()
             os.environ |= environment
-            # What was found out for this process: TMPDIR is another one there.
-            tempfile.tempdir = None
-            multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+            _forget_the_temporary_folder()
             sys.argv = ["-c", *map(str, arguments)]
             os.closerange(3, pass_fds[0])
             os.closerange(pass_fds[0] + 1, os.sysconf("SC_OPEN_MAX"))
@@ -248,26 +246,18 @@ class Server:
         os.waitpid(self._pid, 0)
 
 
-def start_advisor(folder: Path, temporary: Path) -> int:
-    """Start ``hasten advise`` in a copy of this process, which has imported all it needs; return its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.chdir(folder)
-        os.environ["TMPDIR"] = str(temporary)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        trial_processes._python = Server  # type: ignore[assignment]
-        code = main(["advise", "train.py"])
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    finally:
-        os._exit(code)
+def _forget_the_temporary_folder() -> None:
+    """Let TMPDIR be read again: it is another one here than in the process that this one is a copy of."""
+    tempfile.tempdir = None
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+
+
+def advise() -> None:
+    """Run ``hasten advise train.py``; for a program of its own, as a process with threads must not be copied."""
+    _forget_the_temporary_folder()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trial_processes._python = Server  # type: ignore[assignment]
+    sys.exit(main(["advise", "train.py"]))
 
 
 @pytest.mark.slow
@@ -280,19 +270,20 @@ def test_an_interrupted_advisor_leaves_nothing_behind(tmp_path: Path) -> None:
         # Short: the sockets of loader workers lie in it, and their paths may have 107 characters.
         temporaries[number] = temporary = Path(tempfile.mkdtemp(prefix="advise-", dir="/tmp"))
         (folder / "train.py").write_text(READS_WITH_WORKERS)
-        runs[number] = start_advisor(folder, temporary)
+        words = ("-c", "from tests.speed.test_advisor_program import advise; advise()")
+        with open(tmp_path / f"{number.name}.txt", "wb") as output:
+            runs[number] = Forked(words, output.fileno(), cwd=folder, TMPDIR=str(temporary))
     try:
         for number, run in runs.items():
             started = tmp_path / number.name / "started"
             until = time.monotonic() + 120
             # A step has begun, and the worker that reads for it.
             while not (started.exists() and started.read_text().count("\n") >= 2):
-                assert time.monotonic() < until
-                assert os.waitpid(run, os.WNOHANG) == (0, 0)
+                assert time.monotonic() < until, (tmp_path / f"{number.name}.txt").read_text()
                 time.sleep(0.05)
-            os.kill(run, number)
+            run.send_signal(number)
         for number, run in runs.items():
-            assert os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) == codes[number]
+            assert run.wait() == codes[number], (tmp_path / f"{number.name}.txt").read_text()
             pids = [int(pid) for pid in (tmp_path / number.name / "started").read_text().split()]
             until = time.monotonic() + 120
             temporary = temporaries[number]
@@ -305,7 +296,4 @@ def test_an_interrupted_advisor_leaves_nothing_behind(tmp_path: Path) -> None:
         for temporary in temporaries.values():
             shutil.rmtree(temporary, ignore_errors=True)
         for run in runs.values():
-            with suppress(ProcessLookupError):
-                os.kill(run, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(run, 0)
+            run.kill()
