@@ -12,6 +12,7 @@ epochs and steps that a program asks its Trainer for, so that a fit is more than
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -119,6 +120,7 @@ def work(program: str, longer: int) -> None:
             finally:
                 spent += time.perf_counter() - began
 
+        @functools.wraps(init)  # pytorch-tabular reads the signature.
         def prolonged(self: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
             for key in ("max_epochs", "max_steps"):
                 if (kwargs.get(key) or -1) > 0:
