@@ -107,7 +107,7 @@ class MLFlowLogger(UploadingLogger):
         database = f"sqlite:///{Path(self._folder).absolute().as_posix()}/mlflow.db"
         self._tracking_uri = uri or (database if self._is_own_store else LOCAL_FILE_URI_PREFIX + self._folder)
         self.tags = tags
-        super().__init__(log_model or False)
+        super().__init__(False if log_model is None else log_model)
         self._prefix, self._synchronous = prefix, synchronous
         self._artifact_location = artifact_location
         self._run_id = run_id

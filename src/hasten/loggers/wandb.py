@@ -114,7 +114,7 @@ class WandbLogger(UploadingLogger):
             self._wandb_init["anonymous"] = "allow"
         self._wandb_init.update(kwargs)
         self._offline = bool(offline)
-        super().__init__(log_model or False)
+        super().__init__(False if log_model is None else log_model)
         self._prefix, self._checkpoint_name = prefix, checkpoint_name
         self.add_file_policy = add_file_policy
         self._experiment = experiment

@@ -270,7 +270,9 @@ def _checked_ignored(owner: str, modules: Any, parameters: Any) -> tuple[list[nn
     ):
         values = () if values is None else values
         check.instance(owner, argument, values, Collection, f"a list of {kind.__name__} objects", allow_none=True)
-        wrong = [value for value in values if not isinstance(value, kind)]
+        # Tensors and arrays without dimensions cannot be iterated.
+        listed = list(values) if getattr(values, "ndim", 1) else [values]
+        wrong = [value for value in listed if not isinstance(value, kind)]
         if wrong:
             raise make_error(
                 TypeError,
@@ -278,7 +280,7 @@ def _checked_ignored(owner: str, modules: Any, parameters: Any) -> tuple[list[nn
                 fix=f"use a list of {kind.__name__} objects.",
                 argument=argument,
             )
-        found.append(list(values))
+        found.append(listed)
     return found[0], found[1]
 
 
