@@ -160,6 +160,8 @@ def test_its_checkpoint_is_small_and_exact() -> None:
 def test_it_is_drawn(tmp_path: Path) -> None:
     history = fitted().history
     figure = history.plot("val_loss", "loss_step", x="time", output=tmp_path / "loss.svg")
+    # This is what a notebook asks for.
+    assert figure._repr_png_().startswith(b"\x89PNG")
     assert figure.axes
     assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
     with refused(ValueError, says=".png"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import os
 import re
@@ -127,6 +129,12 @@ def plot_history(
     if output is not None:
         save(figure, output)
     return figure
+
+
+def _png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
@@ -428,6 +436,8 @@ class _Drawing:
             entries.append(("not finite", {"linestyle": "", "marker": "x", "color": self._ink(), "markersize": 5}))
         if len(entries) > 1 or self.runs[0]:
             self._legend(figure, entries, beside)
+        # How notebooks ask for a picture: by themselves they draw only figures of pyplot.
+        figure._repr_png_ = functools.partial(_png, figure)
         drawn: Figure = figure
         return drawn
 
