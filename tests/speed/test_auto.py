@@ -142,6 +142,14 @@ def test_a_training_of_few_steps_starts_at_once(
     assert "ends before anything could be measured: it continues unchanged" in caplog.text
 
 
+def test_a_training_without_time_to_measure_takes_what_is_known_to_help(caplog: pytest.LogCaptureFixture) -> None:
+    for origin in ("the training is too short to time them, kept in", "remembered"):
+        trainer = quiet(speed="auto", max_epochs=2, limit_train_batches=4)
+        trainer.fit(Classifier(), loader())
+        assert f"fused_optimizer=True) ({origin}" in caplog.text
+        caplog.clear()
+
+
 def test_what_cannot_be_sent_to_other_processes_keeps_what_was_found_before(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

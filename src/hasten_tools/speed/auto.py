@@ -205,6 +205,8 @@ class _Choosing:
             advice = self._measured(checkpoint.batches)
             if advice is not None:
                 kept, origin = remember(own, advice), f"measured in {advice.seconds:.1f} s"
+                if not advice.facts["timed"]:
+                    origin = "the training is too short to time them"
                 origin += f", kept in {kept}" if kept else ""
                 if kept is None and trainer.runtime.several_processes:
                     advice, text = None, "the result cannot be kept for the other processes"
@@ -229,8 +231,12 @@ class _Choosing:
         if trainer.max_steps >= 0:
             batches = trainer.max_steps * trainer.accumulate_grad_batches
         if trainer.max_epochs is not None and trainer.max_epochs >= 0 and isinstance(self._data, DataLoader):
+            limit = trainer.given_arguments["limit_train_batches"]
             with suppress(TypeError):
-                batches = min(batches, trainer.max_epochs * len(self._data))
+                length, share = len(self._data), 1.0 if limit is None else limit
+                batches = min(
+                    batches, trainer.max_epochs * (min(length, limit) if isinstance(limit, int) else length * share)
+                )
         return batches
 
     def _is_alone(self) -> bool:
