@@ -501,6 +501,8 @@ def test_modules_and_tensors_go_to_the_device(fabric: L.Fabric, capsys: pytest.C
     assert fabric.to_device(batch) is batch
     module = nn.Linear(1, 1)
     assert fabric.to_device(module) is module
+    model = fabric.setup(module)
+    assert (model.dtype, model.double().dtype, model.device) == (torch.float32, torch.float64, fabric.device)
     fabric.print("hello", end="!")
     assert capsys.readouterr().out == "hello!"
     with L.Fabric(accelerator="cpu", precision="bf16-mixed").autocast():
@@ -613,6 +615,7 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: f.setup(Model), TypeError, r"Write Model\(\)"),
         (lambda f, s: f.setup(Model(), Model()), TypeError, "not an optimizer"),
         (lambda f, s: f.setup(nn.Linear(1, 1, device="meta")), ValueError, "meta device"),
+        (lambda f, s: f.setup_optimizers(sgd(nn.Linear(1, 1, device="meta"))), RuntimeError, "module.parameters"),
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"]), ValueError, "give one of the two"),
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"], clip_val=1, max_norm=1), ValueError, "give one"),
         (lambda f, s: f.clip_gradients(s["optimizer"], s["model"], max_norm=1), TypeError, "the module comes first"),

@@ -21,7 +21,7 @@ from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.observers import set_during
-from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.rank_zero import rank_zero_deprecation, rank_zero_warn, warn_once
 from hasten._lib.tree import map_leaves, map_tensors
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
@@ -843,6 +843,7 @@ class Fabric(RuntimeView):
 
     def sharded_model(self) -> AbstractContextManager[Any]:
         """Return ``init_module()``; an older name."""
+        rank_zero_deprecation("Fabric.sharded_model() has another name now. Write fabric.init_module().")
         return self.init_module()
 
     @staticmethod

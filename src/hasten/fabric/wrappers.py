@@ -60,7 +60,8 @@ class FabricModule(nn.Module):
         bound = runtime.bind(
             function, module=self._original_module, wrapped=self._forward_module, training=True, convert_outputs=True
         )
-        return bound if runtime.scaler is None else _only_scaled_backward(bound, runtime)
+        needs_backward = runtime.scaler is not None or runtime.engine.backward_by_program
+        return _only_own_backward(bound, runtime) if needs_backward else bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
@@ -157,8 +158,9 @@ class FabricModule(nn.Module):
         if "_original_module" not in own:
             raise AttributeError(name)
         original: nn.Module = own["_original_module"]
-        if name == "device" and not hasattr(original, "device"):
-            return next((parameter.device for parameter in original.parameters()), own["_runtime"].device)
+        if name in ("device", "dtype") and not hasattr(original, name):
+            first = next(original.parameters(), torch.empty(0, device=own["_runtime"].device))
+            return getattr(first, name)
         value = getattr(original, name)
         if not inspect.ismethod(value):
             return value
@@ -193,14 +195,15 @@ def _rebuilt(original: nn.Module, runtime: Runtime) -> FabricModule:
     return FabricModule(original, runtime, original)
 
 
-def _only_scaled_backward(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Return ``function`` with outputs on which ``loss.backward()`` raises: the loss must be scaled."""
+def _only_own_backward(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Return ``function`` with outputs on which ``loss.backward()`` raises: it must be scaled, or the program's own."""
 
     def check(gradient: Tensor) -> None:
         if not runtime.engine.in_backward:
+            why = "the program's backward is left out" if runtime.scaler is None else "the loss must be scaled first"
             raise make_error(
                 RuntimeError,
-                f"loss.backward() with precision={runtime.precision.precision!r}: the loss must be scaled first.",
+                f"loss.backward() with precision={runtime.precision.precision!r}: {why}.",
                 fix="Call fabric.backward(loss).",
             )
 
@@ -442,9 +445,16 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
     Raises:
         ValueError: it trains none of the module that it is set up with.
         MisconfigurationException: the gradients of its other parameters would not be averaged over the processes.
+        RuntimeError: it trains parameters of the meta device, in whose place setup has put others.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(parameter.is_meta for parameter in parameters):
+        raise make_error(
+            RuntimeError,
+            f"Fabric.{method}(): {type(optimizer).__name__} trains parameters of the meta device, which have no values.",
+            fix="Make it of the module that setup_module() returns: optimizer = SGD(module.parameters(), ...).",
+        )
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     # Tensors outside of modules, such as an image to optimize, need no setup.
     outside = [p for p in parameters if id(p) not in known and isinstance(p, nn.Parameter)]

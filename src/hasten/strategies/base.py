@@ -522,6 +522,8 @@ class StepEngine(StrategyPart):
     holds_gradients: bool = False
     # Whether methods of a program step optimizers, with a closure that computes loss and gradients.
     steps_by_program: bool = False
+    # Whether a program's strategy or precision computes gradients.
+    backward_by_program: bool = False
     # Whether the precision of a program clips gradients.
     clips_by_program: bool = False
 

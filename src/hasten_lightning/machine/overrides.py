@@ -38,8 +38,8 @@ class ProgramEngine(_Engine):
         # Computes gradients if neither strategy nor precision does.
         self._inner_backward: Callable[..., None] = inner.backward
         self._overrides_precision = defined_by_program(precision, *_OF_BACKWARD)
-        self._overrides_backward = self._overrides_precision or defined_by_program(strategy, *_OF_BACKWARD)
-        self.backward = self._backward if self._overrides_backward else inner.backward
+        self.backward_by_program = bool(self._overrides_precision or defined_by_program(strategy, *_OF_BACKWARD))
+        self.backward = self._backward if self.backward_by_program else inner.backward
         self._steps: dict[int, Callable[..., Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +77,7 @@ class ProgramEngine(_Engine):
 
     def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return a function that computes gradients with ``function`` inside the overridden methods."""
-        if not self._overrides_backward:
+        if not self.backward_by_program:
             return function
         self._inner_backward = function
         return self._backward
