@@ -151,37 +151,39 @@ def test_batches_and_loaders() -> None:
 
 
 class OtherFiles:
-    """A strategy of two processes that do not see each other's files."""
+    """A strategy of two processes, of which this one sees the files and the folder that it is told to see."""
 
-    world_size, is_global_zero = 2, False
+    world_size, is_global_zero = 2, True
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, of_first: Path | None = None, *decisions: bool) -> None:
+        self.of_first, self.decisions = of_first, list(decisions)
 
     def broadcast(self, found: Any) -> Any:
-        return found if self.is_global_zero else (self.name, "")
+        return self.of_first or found
 
     def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
         assert all
-        return decision
+        return decision and (self.decisions.pop(0) if self.decisions else True)
 
 
 def test_shared_file_systems(tmp_path: Path) -> None:
+    shared = utilities.is_shared_filesystem
     (tmp_path / "there").write_text("")
-    assert utilities.is_shared_filesystem(OtherFiles(str(tmp_path / "there")), tmp_path, timeout=0)
-    assert not utilities.is_shared_filesystem(OtherFiles(str(tmp_path / "nowhere")), tmp_path, timeout=0)
-    assert utilities.is_shared_filesystem(OtherFiles("x"), "s3://bucket")
-    assert utilities.is_shared_filesystem(type("One", (), {"world_size": 1})())
-    first = type("First", (OtherFiles,), {"is_global_zero": True})("")
+    assert shared(OtherFiles(), tmp_path)
+    assert shared(OtherFiles(), tmp_path / "there")
+    assert not shared(OtherFiles(tmp_path / "nowhere"), tmp_path, timeout=0)
+    other = OtherFiles()
+    other.is_global_zero = False  # The file of the first process does not appear.
+    assert not shared(other, tmp_path, timeout=0)
+    assert not shared(OtherFiles(None, True, True, False), tmp_path)
+    assert shared(OtherFiles(Path("x")), "s3://bucket")
+    assert shared(type("One", (), {"world_size": 1})())
+    assert shared(object())
     # Of the first process, as all raise together.
     with refused(FileNotFoundError, "path"):
-        utilities.is_shared_filesystem(first, tmp_path / "no")
-    with refused(OSError, "path"):
-        utilities.is_shared_filesystem(first, tmp_path / "there")
-    failed = type("Failed", (OtherFiles,), {"broadcast": lambda self, found: (None, "Read-only file system")})("")
-    with refused(OSError, "path", says="Read-only"):
-        utilities.is_shared_filesystem(failed, tmp_path)
-    assert utilities.is_shared_filesystem(first, tmp_path)
+        shared(OtherFiles(), tmp_path / "no")
+    with refused(OSError, "path", says="another process"):
+        shared(OtherFiles(None, True, False), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
@@ -199,7 +198,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
 
     Args:
         strategy: the strategy of the run.
-        path: the folder; the working directory by default. URLs count as shared.
+        path: the folder, or a file in it; the working directory by default. URLs count as shared.
         timeout: seconds in which a file of the first process must appear on the others.
 
     Raises:
@@ -207,27 +206,30 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
         OSError: the first process cannot write there.
 
     """
-    folder = Path(os.getcwd() if path is None else path)
-    if "://" in str(path) or strategy.world_size == 1:
+    if "://" in str(path) or getattr(strategy, "world_size", 1) == 1:
         return True
-    own = failed = ""
-    if strategy.is_global_zero:
-        try:
-            handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
-            os.close(handle)
-        except OSError as error:
-            failed = "the folder does not exist" if isinstance(error, FileNotFoundError) else str(error)
+    place = Path(os.getcwd() if path is None else path).resolve()
+    marker = (place.parent if place.is_file() else place) / ".hasten-shared"
+    marker.unlink(missing_ok=True)
+    if not strategy.reduce_boolean_decision(strategy.broadcast(place) == place, all=True):
+        return False
+    failed = "" if place.exists() else "it does not exist"
+    try:
+        if strategy.is_global_zero and not failed:
+            marker.touch()
+    except OSError as error:
+        failed = str(error)
     # All processes raise, as the others would wait for the first one.
-    name, failed = strategy.broadcast((own, failed))
-    if failed:
-        kind = OSError if folder.exists() else FileNotFoundError
+    if not strategy.reduce_boolean_decision(not failed, all=True):
+        marker.unlink(missing_ok=True)
+        kind = OSError if place.exists() else FileNotFoundError
+        failed = failed or "another process does not find it or cannot write there"
         raise make_error(kind, f"is_shared_filesystem(path={str(path)!r}): {failed}.", argument="path")
     deadline = time.monotonic() + timeout
-    while not (seen := os.path.exists(name)) and time.monotonic() < deadline:
+    while not (seen := marker.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     everywhere = bool(strategy.reduce_boolean_decision(seen, all=True))
-    if own:
-        os.unlink(own)
+    marker.unlink(missing_ok=True)
     return everywhere
 
 
