@@ -101,13 +101,20 @@ def of(owner: str) -> dict[str, Any]:
 
 def of_fabric(given: Mapping[str, object]) -> dict[str, str]:
     """Return Lightning's arguments of Fabric that the environment sets: ``LT_DEVICES=2`` for ``devices="2"``."""
-    names = ("accelerator", "strategy", "devices", "num_nodes", "precision")
-    found = {name: os.environ[f"LT_{name.upper()}"] for name in names if f"LT_{name.upper()}" in os.environ}
+    defaults = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": "1", "precision": "None"}
+    found = {name: os.environ[f"LT_{name.upper()}"] for name in defaults if f"LT_{name.upper()}" in os.environ}
     for name, text in found.items():
-        if given[name] not in ("auto", None, 1) and str(given[name]) != text:
-            variable_is = f"the environment variable LT_{name.upper()}={text} replaces it."
-            rank_zero_warn(f"Fabric({name}={given[name]!r}): {variable_is}", fix="Remove one of the two.")
+        if str(given[name]) not in (text, defaults[name]):
+            what = f"Fabric({name}={given[name]!r}): the environment variable LT_{name.upper()}={text} replaces it."
+            if started_by_command_line():
+                raise make_error(ValueError, what, fix="Remove one of the two.", argument=name)
+            rank_zero_warn(what, fix="Remove one of the two.")
     return found
+
+
+def started_by_command_line() -> bool:
+    """Return whether a command line for Fabric has started this program, and with it all processes."""
+    return os.environ.get("LT_CLI_USED") == "1"
 
 
 def parse_variables(kind: type, template: str = "PL_%(cls_name)s_%(cls_argument)s") -> Namespace:

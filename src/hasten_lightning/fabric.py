@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import defined_by_program
 from hasten.fabric import fabric
 from hasten.fabric.wrappers import FabricOptimizer, unwrapped
@@ -23,6 +24,7 @@ from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.modules import with_external_callbacks
 
 T = TypeVar("T")
+_STARTED = "a command line for Fabric has started the processes already, as LT_CLI_USED=1 says."
 
 
 class Fabric(fabric.Fabric, metaclass=Facade):
@@ -51,6 +53,16 @@ class Fabric(fabric.Fabric, metaclass=Facade):
             as_facade(self._runtime.strategy, FACADES)
         if isinstance(self._runtime.precision, MixedPrecision):
             self._runtime.precision.convert_inputs(to_16_bits=True)
+        if environment.started_by_command_line():
+            if defined_by_program(self, "run"):
+                raise make_error(TypeError, f"{type(self).__name__}.run(): {_STARTED}", fix="Do its steps outside of it.")
+            super().launch()
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: object, **kwargs: object) -> Any:
+        """Start the other processes, as ``hasten.Fabric.launch``, unless a command line for Fabric has."""
+        if environment.started_by_command_line():
+            raise make_error(RuntimeError, f"Fabric.launch(): {_STARTED}", fix="Leave it out.")
+        return super().launch(function, *args, **kwargs)
 
     # A program's strategy may have methods for what hasten's Fabric does itself.
 
@@ -149,6 +161,16 @@ class Fabric(fabric.Fabric, metaclass=Facade):
             if state is not None and not hasattr(value, "load_state_dict"):
                 state[name] = value
         return rest
+
+    def load_raw(
+        self, path: PathLike, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Read one state, as ``hasten.Fabric.load_raw``, or with ``load_checkpoint`` of a program's strategy."""
+        strategy: Any = self.strategy
+        if defined_by_program(strategy, "load_checkpoint"):
+            strategy.load_checkpoint(path=path, state=unwrapped(obj), strict=strict, weights_only=weights_only)
+        else:
+            super().load_raw(path, obj, strict, weights_only=weights_only)
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
         strategy: Any = self.strategy

@@ -367,6 +367,21 @@ def test_variables_of_the_environment_are_arguments_of_fabric(monkeypatch: pytes
     assert fabric.strategy.precision.precision == "64-true"
 
 
+def test_fabric_in_a_program_that_a_command_line_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.barrier()
+    with refused(RuntimeError, says="LT_CLI_USED=1"):
+        fabric.launch()
+    with refused(TypeError, says=("Runs.run()", "LT_CLI_USED=1")):
+        type("Runs", (Fabric,), {"run": lambda self: None})(accelerator="cpu", devices=1)
+    monkeypatch.setenv("LT_DEVICES", "1")
+    with refused(ValueError, "devices", says=("devices=2", "LT_DEVICES=1")):
+        Fabric(accelerator="cpu", devices=2)
+
+
 def recording(base: type, called: list[str], *names: str) -> type:
     """Return a subclass of ``base`` that notes the calls of methods."""
 
@@ -385,6 +400,7 @@ def test_fabric_calls_what_a_program_has_overridden_in_its_strategy_or_precision
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
     from lightning.fabric.plugins import Precision  # type: ignore[import-not-found]
     from lightning.fabric.strategies import SingleDeviceStrategy  # type: ignore[import-not-found]
+    from lightning.fabric.utilities.rank_zero import LightningDeprecationWarning  # type: ignore[import-not-found]
 
     called: list[str] = []
     of_setup = ("module_init_context", "tensor_init_context", "module_to_device", "process_dataloader", "setup_module")
@@ -421,6 +437,9 @@ def test_fabric_calls_what_a_program_has_overridden_in_its_strategy_or_precision
     assert state["step"] == 3
     saved = ["save_checkpoint", "get_module_state_dict", "get_optimizer_state"]
     assert called == [*of_step, "get_optimizer_state", *saved, "load_checkpoint", "load_module_state_dict"]
+    torch.save(layer.state_dict(), tmp_path / "raw.pt")
+    fabric.load_raw(tmp_path / "raw.pt", model)
+    assert called[-2:] == ["load_checkpoint", "load_module_state_dict"]
 
     # The methods for states alone, and those of a precision.
     called.clear()
@@ -434,6 +453,16 @@ def test_fabric_calls_what_a_program_has_overridden_in_its_strategy_or_precision
     fabric.save(tmp_path / "two.ckpt", {"model": model, "optimizer": optimizer})
     fabric.load(tmp_path / "two.ckpt", {"model": model})
     assert sorted(called) == sorted((*of_precision, *of_states))
+
+    # loss.backward() would leave out the backward of the program.
+    fabric = Fabric(strategy=recording(SingleDeviceStrategy, called, "backward")("cpu"))
+    loss = fabric.setup(layer)(torch.ones(1, 2)).sum()
+    with refused(RuntimeError, fix="fabric.backward(loss)"):
+        loss.backward()
+    fabric.backward(loss)
+    assert called[-1] == "backward"
+    with warned(LightningDeprecationWarning, says="fabric.init_module()"), fabric.sharded_model():
+        pass
 
 
 def test_a_precision_that_is_assigned_to_a_strategy_is_used() -> None:
