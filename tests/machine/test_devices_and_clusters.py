@@ -47,6 +47,11 @@ def test_gpus_as_users_name_them(devices: Any, indices: list[int]) -> None:
     assert CUDAAccelerator.get_parallel_devices(devices) == [torch.device("cuda", i) for i in indices]
 
 
+def test_indices_of_gpus_are_devices_also_where_there_are_none() -> None:
+    assert CUDAAccelerator.get_parallel_devices([3, 1]) == [torch.device("cuda", 3), torch.device("cuda", 1)]
+    assert CUDAAccelerator.get_parallel_devices([]) == []
+
+
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("devices", "kind", "argument"),

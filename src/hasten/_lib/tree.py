@@ -428,10 +428,7 @@ class AttributeDict(dict[str, Any]):
         self[key] = value
 
     def __delattr__(self, key: str) -> None:
-        try:
-            del self[key]
-        except KeyError:
-            raise AttributeError(f"no hyper-parameter {key!r}") from None
+        del self[key]
 
     def __repr__(self) -> str:
         names = {key: f'"{key}":' for key in sorted(self, key=str)}

@@ -225,7 +225,8 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Devices) -> list[torch.device]:
-        return [torch.device("cuda", index) for index in CUDAAccelerator.parse_devices(devices)]
+        indices = devices if isinstance(devices, list) else CUDAAccelerator.parse_devices(devices)
+        return [torch.device("cuda", index) for index in indices]
 
     @staticmethod
     def auto_device_count() -> int:

@@ -75,7 +75,10 @@ PEAKS: dict[tuple[str, ...], dict[Any, float]] = {
     ("t4",): _row(0, 8.1, 0, 65.0, 130.0),
     ("quadro", "rtx", "5000"): _row(0, 11.2, 0, 89.2, 178.4),
     ("titan", "rtx"): _row(0, 16.3, 0, 130.5, 261.0),
+    ("rtx", "2080"): _row(0, 10.6, 0, 42.4, 169.6),
+    ("rtx", "2080", "super"): _row(0, 11.2, 0, 44.6, 178.4),
     ("rtx", "2080", "ti"): _row(0, 14.2, 0, 56.9, 227.7),
+    ("rtx", "2070", "super"): _row(0, 9.1, 0, 36.3, 145.0),
     ("v100", "sxm2"): _row(7.8, 15.7, 0, 125.0, 0),
     ("v100", "sxm3"): _row(7.8, 15.7, 0, 125.0, 0),
     ("v100", "pcie"): _row(7.0, 14.0, 0, 112.0, 0),
@@ -130,7 +133,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     if dtype not in peaks:
         rank_zero_warn(f"{name!r} does not support {dtype} in hardware: MFU is not logged.")
         return None
-    return int(peaks[dtype])
+    return round(peaks[dtype])
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:

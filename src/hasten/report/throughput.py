@@ -180,7 +180,7 @@ class FabricThroughput(Throughput):
             return {}
         self.step = self.step + 1 if step is None else step
         metrics = self.compute(**kwargs)
-        self._fabric.log_dict(metrics, step=self.step)
+        self._fabric.log_dict(metrics=metrics, step=self.step)
         return metrics
 
 

@@ -85,12 +85,8 @@ def sanitize_gpu_ids(gpus: list[int], include_cuda: bool = False, include_mps: b
 
 def all_available_gpus(include_cuda: bool = False, include_mps: bool = False) -> list[int]:
     """Return the indices of the GPUs of this machine."""
-    counts = [kind.auto_device_count() for kind, on in _kinds(include_cuda, include_mps) if on and kind.is_available()]
-    return list(chain.from_iterable(map(range, counts)))
-
-
-def _kinds(include_cuda: bool, include_mps: bool) -> list[tuple[Any, bool]]:
-    return [(CUDAAccelerator, include_cuda), (MPSAccelerator, include_mps)]
+    kinds = (CUDAAccelerator, include_cuda), (MPSAccelerator, include_mps)
+    return [index for kind, on in kinds if on and kind.is_available() for index in range(kind.auto_device_count())]
 
 
 def normalize_parse_gpu_string_input(s: _GPUs) -> int | list[int] | tuple[int, ...] | None:
