@@ -55,7 +55,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
             self._runtime.precision.convert_inputs(to_16_bits=True)
         if environment.started_by_command_line():
             if defined_by_program(self, "run"):
-                raise make_error(TypeError, f"{type(self).__name__}.run(): {_STARTED}", fix="Do its steps outside of it.")
+                raise make_error(TypeError, f"{type(self).__name__}.run(): {_STARTED}", fix="Do its steps without it.")
             super().launch()
 
     def launch(self, function: Callable[..., Any] | None = None, *args: object, **kwargs: object) -> Any:
@@ -64,80 +64,75 @@ class Fabric(fabric.Fabric, metaclass=Facade):
             raise make_error(RuntimeError, f"Fabric.launch(): {_STARTED}", fix="Leave it out.")
         return super().launch(function, *args, **kwargs)
 
-    # A program's strategy may have methods for what hasten's Fabric does itself.
+    def _own(self, *methods: str) -> Any:
+        """Return the strategy if a program has methods in it for what hasten's Fabric does itself; else None."""
+        return self.strategy if defined_by_program(self.strategy, *methods) else None
 
     def _wrapped_module(self, module: Any, method: str, move_to_device: bool, *rest: Any) -> Any:
-        strategy: Any = self.strategy
-        if move_to_device and isinstance(module, nn.Module) and defined_by_program(strategy, "module_to_device"):
-            strategy.module_to_device(unwrapped(module))
+        if move_to_device and isinstance(module, nn.Module) and (own := self._own("module_to_device")):
+            own.module_to_device(unwrapped(module))
             move_to_device = False
         return super()._wrapped_module(module, method, move_to_device, *rest)
 
     def _by_strategy(
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Scheduler | None
     ) -> tuple[nn.Module, Sequence[Optimizer]]:
-        strategy: Any = self.strategy
-        if not optimizers or not defined_by_program(strategy, "setup_module_and_optimizers", "setup_optimizer"):
+        own = self._own("setup_module_and_optimizers", "setup_optimizer")
+        if not optimizers or own is None:
             return super()._by_strategy(module, optimizers, scheduler)
-        made: tuple[Any, Any, Any] = strategy.setup_module_and_optimizers(module, list(optimizers), scheduler)
+        made: tuple[Any, Any, Any] = own.setup_module_and_optimizers(module, list(optimizers), scheduler)
         return made[:2]
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Make optimizers ready, as ``hasten.Fabric.setup_optimizers``, after a program's ``setup_optimizer``."""
-        strategy: Any = self.strategy
-        if defined_by_program(strategy, "setup_optimizer"):
-            optimizers = tuple(map(strategy.setup_optimizer, optimizers))
+        if own := self._own("setup_optimizer"):
+            optimizers = tuple(map(own.setup_optimizer, optimizers))
         return super().setup_optimizers(*optimizers)
 
     def _wrapped_optimizers(self, optimizers: Sequence[Optimizer]) -> list[FabricOptimizer]:
         made = super()._wrapped_optimizers(optimizers)
-        strategy: Any = self.strategy
-        if defined_by_program(strategy, "get_optimizer_state"):
+        if own := self._own("get_optimizer_state"):
             for each in made:
-                each.__dict__["state_dict"] = functools.partial(strategy.get_optimizer_state, each.optimizer)
+                each.__dict__["state_dict"] = functools.partial(own.get_optimizer_state, each.optimizer)
         return made
 
     def setup_dataloaders(self, *dataloaders: Any, **options: bool) -> Any:
         """Make loaders ready, as ``hasten.Fabric.setup_dataloaders``, with ``process_dataloader`` of a strategy."""
         made: Any = super().setup_dataloaders(*dataloaders, **options)
-        strategy: Any = self.strategy
-        if defined_by_program(strategy, "process_dataloader"):
+        if own := self._own("process_dataloader"):
             for each in made if isinstance(made, list) else [made]:
-                each._dataloader = strategy.process_dataloader(each._dataloader)
+                each._dataloader = own.process_dataloader(each._dataloader)
         return made
 
     def to_device(self, obj: T) -> T:
         """Return ``obj`` on the device, as ``hasten.Fabric.to_device``, or with a strategy's ``module_to_device``."""
-        strategy: Any = self.strategy
-        if not isinstance(obj, nn.Module) or not defined_by_program(strategy, "module_to_device"):
+        if not isinstance(obj, nn.Module) or (own := self._own("module_to_device")) is None:
             return super().to_device(obj)
-        strategy.module_to_device(obj)
+        own.module_to_device(obj)
         return obj
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """Return a context, as ``hasten.Fabric.init_tensor``, or that of a program's strategy."""
-        strategy: Any = self.strategy
-        own = defined_by_program(strategy, "tensor_init_context")
-        context: AbstractContextManager[Any] = strategy.tensor_init_context() if own else super().init_tensor()
+        own = self._own("tensor_init_context")
+        context: AbstractContextManager[Any] = own.tensor_init_context() if own else super().init_tensor()
         return context
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context, as ``hasten.Fabric.init_module``, or that of a program's strategy."""
         context = super().init_module(empty_init)
-        strategy: Any = self.strategy
-        if defined_by_program(strategy, "module_init_context"):
-            context = strategy.module_init_context(empty_init=empty_init)
+        if own := self._own("module_init_context"):
+            context = own.module_init_context(empty_init=empty_init)
         return context
 
     def save(
         self, path: PathLike, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
         """Write a checkpoint, as ``hasten.Fabric.save``, or with ``save_checkpoint`` of a program's strategy."""
-        strategy: Any = self.strategy
-        if not defined_by_program(strategy, "save_checkpoint", "get_module_state_dict", "get_optimizer_state"):
+        own = self._own("save_checkpoint", "get_module_state_dict", "get_optimizer_state")
+        if own is None:
             super().save(path, state, filter)
             return
-        strategy.save_checkpoint(path=path, state=unwrapped(state), filter=filter)
+        own.save_checkpoint(path=path, state=unwrapped(state), filter=filter)
         self.barrier()
 
     def load(
@@ -149,13 +144,10 @@ class Fabric(fabric.Fabric, metaclass=Facade):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint, as ``hasten.Fabric.load``, or with ``load_checkpoint`` of a program's strategy."""
-        strategy: Any = self.strategy
-        if not defined_by_program(strategy, "load_checkpoint"):
+        if (own := self._own("load_checkpoint")) is None:
             return super().load(path, state, strict, weights_only=weights_only)
         given = None if state is None else unwrapped(state)
-        rest: dict[str, Any] = strategy.load_checkpoint(
-            path=path, state=given, strict=strict, weights_only=weights_only
-        )
+        rest: dict[str, Any] = own.load_checkpoint(path=path, state=given, strict=strict, weights_only=weights_only)
         self.barrier()
         for name, value in (given or {}).items():
             if state is not None and not hasattr(value, "load_state_dict"):
@@ -166,16 +158,14 @@ class Fabric(fabric.Fabric, metaclass=Facade):
         self, path: PathLike, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
         """Read one state, as ``hasten.Fabric.load_raw``, or with ``load_checkpoint`` of a program's strategy."""
-        strategy: Any = self.strategy
-        if defined_by_program(strategy, "load_checkpoint"):
-            strategy.load_checkpoint(path=path, state=unwrapped(obj), strict=strict, weights_only=weights_only)
+        if own := self._own("load_checkpoint"):
+            own.load_checkpoint(path=path, state=unwrapped(obj), strict=strict, weights_only=weights_only)
         else:
             super().load_raw(path, obj, strict, weights_only=weights_only)
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
-        strategy: Any = self.strategy
-        if isinstance(target, nn.Module) and defined_by_program(strategy, "load_module_state_dict"):
-            strategy.load_module_state_dict(target, saved, strict=strict)
+        if isinstance(target, nn.Module) and (own := self._own("load_module_state_dict")):
+            own.load_module_state_dict(target, saved, strict=strict)
         else:
             super()._load_into(target, saved, strict=strict, path=path)
 

@@ -449,16 +449,13 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kind = type(optimizer).__name__
     if any(parameter.is_meta for parameter in parameters):
-        raise make_error(
-            RuntimeError,
-            f"Fabric.{method}(): {type(optimizer).__name__} trains parameters of the meta device, which have no values.",
-            fix="Make it of the module that setup_module() returns: optimizer = SGD(module.parameters(), ...).",
-        )
+        what = f"Fabric.{method}(): {kind} trains parameters of the meta device, which have no values."
+        raise make_error(RuntimeError, what, fix=f"Make it after setup_module(): {kind}(module.parameters(), ...).")
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     # Tensors outside of modules, such as an image to optimize, need no setup.
     outside = [p for p in parameters if id(p) not in known and isinstance(p, nn.Parameter)]
-    kind = type(optimizer).__name__
     wrong = f"Fabric.{method}(): {len(outside)} of the {len(parameters)} parameters of {kind} "
     if method == "setup" and outside and known.isdisjoint(map(id, parameters)):
         raise make_error(
