@@ -327,7 +327,7 @@ class FabricDataLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        device: torch.device | None,
+        device: torch.device | None = None,
         sharding: Sharding | None = None,
         steps: RecordedSteps | None = None,
     ) -> None:
