@@ -657,6 +657,8 @@ def precision_name(precision: PrecisionName | str | int, owner: str) -> str:
     written = isinstance(precision, (str, int)) and not isinstance(precision, bool)
     for name, spellings in PRECISIONS.items():
         if written and text in spellings:
+            if text in ("16", "bf16") and conventions.current().warns_of_settings:
+                rank_zero_warn(f"{owner}(precision={precision!r}) is supported for historical reasons: write {name!r}.")
             return name
     from hasten.precision.bitsandbytes import MODES
 

@@ -16,6 +16,7 @@ from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
+from hasten_lightning.internals.devices import warn_of_idle_devices
 from hasten_lightning.internals.hooks import CallbackConnector
 from hasten_lightning.internals.modules import with_external_callbacks
 from hasten_lightning.internals.results import Results
@@ -61,6 +62,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.pytorch.callbacks_factory")
         super().__init__(**given, **environment.of("Trainer"))
         self._use_facades()
+        warn_of_idle_devices(self.accelerator)
 
     @property
     def max_epochs(self) -> int | None:  # type: ignore[override]

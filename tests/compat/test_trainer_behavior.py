@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten as L
 import hasten.seed
 import hasten_lightning
+from hasten.tuner import Tuner
 from hasten.utilities.exceptions import MisconfigurationException
 from hasten.utilities.warnings import PossibleUserWarning
 from tests.fakes import RowLogger
@@ -246,10 +247,56 @@ def test_a_step_that_fetches_its_batches_is_a_possible_oversight() -> None:
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
+        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            next(dataloader_iter)
+
     trainer = quiet()
-    with warned(PossibleUserWarning, says="dataloader_iter"):
+    with warned(PossibleUserWarning, says="training_step takes `dataloader_iter`"):
         trainer.fit(Fetches(), loader(8))
     assert trainer.global_step == 2
+    with warned(PossibleUserWarning, says="validation_step takes `dataloader_iter`"):
+        trainer.validate(Fetches(), loader(8))
+
+
+def test_what_a_trainer_says_without_a_run() -> None:
+    model, trainer = Classifier(), quiet()
+    model.trainer = trainer
+    with refused(MisconfigurationException, says="not running", fix="from a step"):
+        model.log("a", 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer.optimizers = [optimizer]
+    assert trainer.optimizers == [optimizer]
+    assert quiet(max_epochs=-1, max_steps=5).estimated_stepping_batches == 5
+    pl = importlib.import_module("lightning.pytorch")
+    off: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    with warned(UserWarning, says="historical reasons"):
+        pl.Trainer(precision="bf16", **off)
+    with (
+        mock.patch.object(pl.accelerators.MPSAccelerator, "is_available", return_value=True),
+        warned(PossibleUserWarning, says="GPU available but not used"),
+    ):
+        pl.Trainer(**off)
+    with (
+        mock.patch.object(pl.accelerators.XLAAccelerator, "is_available", return_value=True),
+        warned(UserWarning, says="TPU available but not used"),
+    ):
+        pl.Trainer(**off)
+
+
+def test_a_batch_size_in_two_places_is_warned_of() -> None:
+    class Sized(Classifier):
+        def __init__(self, batch_size: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(loader(8).dataset, self.batch_size)
+
+    model = Sized()
+    with warned(UserWarning, says="mutually exclusive", fix="Keep one"):
+        size = Tuner(quiet()).scale_batch_size(model, max_trials=2, steps_per_trial=1)
+    assert size == model.batch_size == model.hparams["batch_size"]
 
 
 def test_a_method_that_is_patched_on_a_base_class_is_called() -> None:

@@ -306,15 +306,22 @@ def test_layers_made_in_configure_model_are_trained_saved_and_loaded(tmp_path: P
 
 
 def test_layers_made_in_configure_model_have_the_precision_of_the_run() -> None:
-    class Sharded(Classifier):
-        def configure_sharded_model(self) -> None:
-            self.older = nn.Linear(2, 2)
-
+    class Late(Classifier):
         def configure_model(self) -> None:
             self.made_in = nn.Linear(2, 2).weight.dtype
 
-    model = Sharded()
+    class Sharded(Classifier):
+        def configure_sharded_model(self) -> None:
+            self.made_in = nn.Linear(2, 2).weight.dtype
+
+    class Both(Late, Sharded):
+        pass
+
     batches = [tuple(t.double() if t.is_floating_point() else t for t in b) for b in loader(8)]
-    quiet(precision="64-true").test(model, batches, verbose=False)
-    assert model.made_in is torch.float64
-    assert model.older.weight.dtype is torch.float64
+    trainer, late, sharded = quiet(precision="64-true"), Late(), Sharded()
+    trainer.test(late, batches, verbose=False)
+    with warned(DeprecationWarning, says="configure_model"):
+        trainer.test(sharded, batches, verbose=False)
+    assert late.made_in is sharded.made_in is torch.float64
+    with refused(RuntimeError, says="configure_sharded_model", fix="configure_model"):
+        trainer.test(Both(), batches)

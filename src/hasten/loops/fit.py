@@ -188,15 +188,7 @@ def train_epoch(run: Run) -> None:
     if several_processes:
         run.wrapped = run.runtime.engine.wrap_late(run.module, run.wrapped, run.runtime.wrap)
     run.observers.begin_batches(run)
-    fetches = takes_iterator(run.module.training_step)
-    if fetches:
-        warn_once(
-            f"dataloader_iter {type(run.module)}",
-            f"{type(run.module).__name__}.training_step takes `dataloader_iter` and fetches its batches itself: hooks "
-            "get the right batch_idx only if each step fetches one batch.",
-            PossibleUserWarning,
-        )
-    loop = train_fetched if fetches else train_batches
+    loop = train_fetched if takes_iterator(run.module.training_step) else train_batches
     try:
         run.observers.watch("run_training_epoch", loop)(run, batches)
     finally:

@@ -13,10 +13,10 @@ import torch
 from hasten import optim
 from hasten._lib import torch_private
 from hasten._lib.device import collect_earlier_models, is_host
-from hasten._lib.errors import MisconfigurationException, WrongType, add_note
+from hasten._lib.errors import MisconfigurationException, WrongType, add_note, make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_deprecation, rank_zero_info
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
 from hasten.checkpoint.contents import Phase, check_entries, for_hooks, from_hooks
@@ -156,6 +156,10 @@ def _set_up(run: Run, owners: list[LightningModule | LightningDataModule]) -> No
     with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
         if redefines(module, LightningModule, "configure_sharded_model"):
+            what = f"{type(module).__name__}.configure_sharded_model is the deprecated name of configure_model."
+            if redefines(module, LightningModule, "configure_model"):
+                raise make_error(RuntimeError, f"{what} Both are defined.", fix="Define configure_model alone.")
+            rank_zero_deprecation(f"{what} Rename it.")
             module.configure_sharded_model()
     check_pipeline(fn.value, module)
     check_module(run)

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import defined_by_program
-from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten.checkpoint.files import is_plain, objects_allowed
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
@@ -556,6 +556,13 @@ class DataloaderIterator:
     """
 
     def __init__(self, run: Run, batches: Iterator[tuple[Any, bool, int, int]], *, is_empty: bool = False) -> None:
+        step = STEP_OF[run.evaluation.stage or "train"]
+        warn_once(
+            f"dataloader_iter {type(run.module)} {step}",
+            f"{type(run.module).__name__}.{step} takes `dataloader_iter` and fetches its batches itself: hooks get the "
+            "right batch_idx only if each step fetches one batch.",
+            PossibleUserWarning,
+        )
         self._run, self._batches = run, batches
         self.done, self.fetched = is_empty, 0
         self.batch: Any = None

@@ -207,13 +207,13 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         if self._fabric is not None:
             self._log_into_fabric({name: value}, LogOptions(*options).logger)
-        elif type(self) not in _warned or conventions.current().warns_of_settings:
+            return
+        what, fix = f"self.log({name!r}, ...) in {type(self).__name__}", "Call it from a step that the Trainer runs."
+        if self._trainer is not None and not self._trainer.barebones:
+            raise MisconfigurationException(f"{what}: its Trainer is not running.", fix=fix)
+        if type(self) not in _warned or conventions.current().warns_of_settings:
             _warned.add(type(self))
-            rank_zero_warn(
-                f"self.log({name!r}, ...) in {type(self).__name__} did nothing: the module is not attached to a "
-                "Trainer.",
-                fix="Call it from a step that the Trainer runs.",
-            )
+            rank_zero_warn(f"{what} did nothing: the module is not attached to a Trainer.", fix=fix)
 
     def print(self, *args: object, **kwargs: Any) -> None:
         """Print on the first process only, above the progress bar."""

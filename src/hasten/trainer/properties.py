@@ -98,6 +98,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     _callbacks: WatchedList[Callback]
     _loggers: list[Any]
     _loops: dict[str, Any]
+    _assigned_optimizers: tuple[Any, ...] = ()
     _module: LightningModule | None
     _datamodule: LightningDataModule | None
     _should_stop: bool
@@ -225,11 +226,13 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers of the run."""
-        return [] if self._run is None else self._run.optimizers
+        return list(self._assigned_optimizers) if self._run is None else self._run.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
-        if self._run is not None:
+        if self._run is None:
+            self._assigned_optimizers = tuple(optimizers)
+        else:
             self._run.optimizers[:] = optimizers
 
     wrapped_optimizers = ReadOnly[list[Any]](
@@ -281,12 +284,12 @@ class TrainerView(RuntimeView, TrainerSettings):
         Example: a scheduler's ``total_steps=self.trainer.estimated_stepping_batches``.
         """
         run, max_steps = self._run, self._arguments.max_steps
-        if run is None:
+        if run is None and self._arguments.max_epochs != -1:
             raise MisconfigurationException(
                 "Trainer.estimated_stepping_batches: known during fit only, for instance in configure_optimizers."
             )
         steps = math.inf
-        if not math.isinf(run.limits.max_epochs):
+        if run is not None and not math.isinf(run.limits.max_epochs):
             run.data.train.begin()  # Lightning draws the seed of the loader here.
             run.data.train.load()
             if not math.isinf(limit := run.data.train.limit):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from hasten._lib import check
 from hasten._lib.device import free_cached_memory, is_host
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
+from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn, warn_once
 from hasten.data.loader_parts import length_of, sampler_of
 from hasten.data.memory.read import available_bytes
 from hasten.elsewhere import conventions
@@ -77,6 +77,8 @@ def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
         )
     value = probe.value(name)
     before = value.get()
+    if run.conventions.warns_of_settings and hasattr(run.module, name) and name in run.module.hparams:
+        rank_zero_warn(f"model.{name} and model.hparams.{name} are mutually exclusive: both are set.", fix="Keep one.")
     with value.restored_on_error():
         size = Search(probe, method, options).run()
     value.set(size)

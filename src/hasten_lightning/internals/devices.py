@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
-from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+from hasten.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from hasten.machine.devices import best_accelerator
 from hasten.resolve import precision_name
 from hasten.seed import collect_rng_state
@@ -158,17 +158,21 @@ def log_device_info(trainer: Trainer) -> None:
     used, best = trainer.accelerator, best_accelerator()
     has_gpu, uses_gpu = not isinstance(best, CPUAccelerator), isinstance(used, CUDAAccelerator | MPSAccelerator)
     rank_zero_info(f"GPU available: {has_gpu}{f' ({best.name()})' if has_gpu else ''}, used: {uses_gpu}")
-    on_xla = isinstance(used, XLAAccelerator)
-    rank_zero_info(
-        f"TPU available: {XLAAccelerator.is_available()}, using: {trainer.num_devices if on_xla else 0} TPU cores"
-    )
-    if has_gpu and not isinstance(used, type(best)):
+    cores = trainer.num_devices if isinstance(used, XLAAccelerator) else 0
+    rank_zero_info(f"TPU available: {XLAAccelerator.is_available()}, using: {cores} TPU cores")
+    warn_of_idle_devices(used)
+
+
+def warn_of_idle_devices(used: Accelerator) -> None:
+    """Warn about a GPU or a TPU of this machine that is not the accelerator in use."""
+    best = best_accelerator()
+    if not isinstance(best, CPUAccelerator) and not isinstance(used, type(best)):
         rank_zero_warn(
             "GPU available but not used.",
             fix="Write Trainer(accelerator='gpu') to use it.",
             category=PossibleUserWarning,
         )
-    if XLAAccelerator.is_available() and not on_xla:
+    if XLAAccelerator.is_available() and not isinstance(used, XLAAccelerator):
         rank_zero_warn("TPU available but not used.", fix="Write Trainer(accelerator='tpu') to use it.")
 
 
