@@ -62,7 +62,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.pytorch.callbacks_factory")
         super().__init__(**given, **environment.of("Trainer"))
         self._use_facades()
-        warn_of_idle_devices(self.accelerator)
+        warn_of_idle_devices(self)
 
     @property
     def max_epochs(self) -> int | None:  # type: ignore[override]

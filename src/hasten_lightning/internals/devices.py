@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
-from hasten.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from hasten.machine.devices import best_accelerator
 from hasten.resolve import precision_name
 from hasten.seed import collect_rng_state
-from hasten_lightning.utilities import rank_zero_info, rank_zero_warn
+from hasten_lightning.utilities import rank_zero_warn
 from hasten_lightning.utilities.exceptions import MisconfigurationException
 from hasten_lightning.utilities.warnings import PossibleUserWarning
 
@@ -153,25 +153,12 @@ def convert_precision_to_unified_args(precision: PrecisionName | int | None) -> 
     return None if precision is None else precision_name(precision, "Fabric")
 
 
-def log_device_info(trainer: Trainer) -> None:
-    """Log which kinds of devices this machine has, and warn about one that ``trainer`` leaves idle."""
+def warn_of_idle_devices(trainer: Trainer) -> None:
+    """Warn about a GPU or a TPU of this machine that ``trainer`` does not use."""
     used, best = trainer.accelerator, best_accelerator()
-    has_gpu, uses_gpu = not isinstance(best, CPUAccelerator), isinstance(used, CUDAAccelerator | MPSAccelerator)
-    rank_zero_info(f"GPU available: {has_gpu}{f' ({best.name()})' if has_gpu else ''}, used: {uses_gpu}")
-    cores = trainer.num_devices if isinstance(used, XLAAccelerator) else 0
-    rank_zero_info(f"TPU available: {XLAAccelerator.is_available()}, using: {cores} TPU cores")
-    warn_of_idle_devices(used)
-
-
-def warn_of_idle_devices(used: Accelerator) -> None:
-    """Warn about a GPU or a TPU of this machine that is not the accelerator in use."""
-    best = best_accelerator()
     if not isinstance(best, CPUAccelerator) and not isinstance(used, type(best)):
-        rank_zero_warn(
-            "GPU available but not used.",
-            fix="Write Trainer(accelerator='gpu') to use it.",
-            category=PossibleUserWarning,
-        )
+        fix = "Write Trainer(accelerator='gpu') to use it."
+        rank_zero_warn("GPU available but not used.", fix=fix, category=PossibleUserWarning)
     if XLAAccelerator.is_available() and not isinstance(used, XLAAccelerator):
         rank_zero_warn("TPU available but not used.", fix="Write Trainer(accelerator='tpu') to use it.")
 
