@@ -556,13 +556,9 @@ class DataloaderIterator:
     """
 
     def __init__(self, run: Run, batches: Iterator[tuple[Any, bool, int, int]], *, is_empty: bool = False) -> None:
-        step = STEP_OF[run.evaluation.stage or "train"]
-        warn_once(
-            f"dataloader_iter {type(run.module)} {step}",
-            f"{type(run.module).__name__}.{step} takes `dataloader_iter` and fetches its batches itself: hooks get the "
-            "right batch_idx only if each step fetches one batch.",
-            PossibleUserWarning,
-        )
+        step = f"{type(run.module).__name__}.{STEP_OF[run.evaluation.stage or 'train']}"
+        what, fix = f"{step} takes `dataloader_iter`", "Fetch one batch in each step: else hooks get a wrong batch_idx."
+        warn_once(what, f"{what} and fetches its batches itself.", PossibleUserWarning, fix=fix)
         self._run, self._batches = run, batches
         self.done, self.fetched = is_empty, 0
         self.batch: Any = None
