@@ -9,24 +9,29 @@ import importlib
 import inspect
 import math
 import os
+import shutil
+import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten import LightningModule, Trainer, seed_everything
 from hasten._lib.errors import make_error
 from hasten._lib.names import nearest
 from hasten._lib.optional import need
-from hasten.callbacks import Callback, ModelCheckpoint
+from hasten.callbacks import Callback, Checkpoint, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from hasten.loops.evaluate import evaluate_within
 from hasten.machine.collectives import world_size
 
 if TYPE_CHECKING:
@@ -49,14 +54,14 @@ _READ = [
     "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns", "label_names",
-    "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps",
+    "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps", "eval_delay",
+    "eval_on_start", "logging_first_step", "logging_nan_inf_filter", "neftune_noise_alpha", "use_cache",
     # transformers.Trainer does not read these either: scripts do.
     "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank",
 ]  # fmt: skip
 _INSTEAD = {
     "auto_find_batch_size": "give TransformersTrainer(..., batch_size='auto')",
     "deepspeed": "give TransformersTrainer(..., strategy=hasten.strategies.DeepSpeedStrategy(config=...))",
-    "eval_on_start": "call trainer.evaluate() before trainer.train()",
     "fsdp": "give TransformersTrainer(..., strategy='fsdp')",
     "full_determinism": "give TransformersTrainer(..., deterministic=True)",
     "prediction_loss_only": "leave out compute_metrics",
@@ -76,11 +81,9 @@ _BORROWED = (
     "get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "is_local_process_zero", "is_world_process_zero",
     "log_metrics", "metrics_format", "num_examples", "pop_callback", "remove_callback", "save_metrics", "save_state",
 )  # fmt: skip
-# Events of callbacks of transformers for which a fit of hasten has no place.
-_NO_EVENTS = ("on_optimizer_step", "on_pre_optimizer_step", "on_prediction_step", "on_push_begin", "on_save")
 _OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
-_WHOLE = ("num_train_epochs", "logging_steps", "eval_steps", "save_steps")
-_VALUES = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "train_sampling_strategy": ("batch_rebalance",)}
+# What a folder of a checkpoint has beside the files of save_model.
+_STATE = "hasten.ckpt"
 _LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
     "comet_ml": lambda args: CometLogger(name=args.run_name),
     "mlflow": lambda args: MLFlowLogger(run_name=args.run_name),
@@ -92,8 +95,9 @@ _LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
 class TransformersTrainer:
     """Train as ``transformers.Trainer`` does, with the ``TrainingArguments`` of a program, by ``hasten.Trainer``.
 
-    Its checkpoints are hasten's, ``checkpoint-500.ckpt`` in ``output_dir``. ``trainer`` is the ``hasten.Trainer``. A
-    program trains on one device; ``hasten launch`` starts a process for each. See docs/start/transformers.md.
+    Its checkpoints are folders such as ``checkpoint-500``, which ``from_pretrained`` reads; ``hasten.ckpt`` in them has
+    the state of the run. ``trainer`` is the ``hasten.Trainer``. A program trains on one device; ``hasten launch``
+    starts a process for each. See docs/start/transformers.md.
 
     Args:
         model: a model that returns a loss when it is given labels.
@@ -124,7 +128,9 @@ class TransformersTrainer:
         >>> data = [{"input_ids": torch.randint(5, 20, (6,)), "labels": n % 2} for n in range(16)]
         >>> quiet = dict(use_cpu=True, disable_tqdm=True, report_to="none")
         >>> args = TrainingArguments(tempfile.mkdtemp(), num_train_epochs=1, **quiet)
-        >>> TransformersTrainer(model, args, train_dataset=data, enable_model_summary=False).train().global_step
+        >>> trainer = TransformersTrainer(model, args, train_dataset=data, enable_model_summary=False)
+        >>> trainer.train().global_step  # doctest: +ELLIPSIS
+        {'train_runtime': ...}
         2
 
     """
@@ -149,12 +155,12 @@ class TransformersTrainer:
         need("transformers", purpose="TransformersTrainer")
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
-        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
         from transformers.trainer_pt_utils import LabelSmoother
 
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args)
-        _check_overrides(type(self), args)
+        _check_overrides(type(self))
         _check_given(model, model_init, eval_dataset, args)
         seed_everything(args.seed, verbose=False)
         self.model_init = model_init
@@ -171,18 +177,18 @@ class TransformersTrainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs, self._created_lr_scheduler = optimizer_cls_and_kwargs, False
         self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
-        self.state, self.control, self.best = TrainerState(), TrainerControl(), cast("ModelCheckpoint | None", None)
-        # A handler warns if it has no such callback.
-        self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, None, None)
-        self.callback_handler.callbacks.clear()
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, *optimizers)
         self.events: _Events = _Events(self)
         others = [each for each in callbacks or () if isinstance(each, Callback)]
-        for each in callbacks or ():
+        for each in [*(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]:
             if each not in others:
                 self.add_callback(each)
         joined = dist.is_initialized()
+        self._limit = arguments.pop("limit_val_batches", None)
         self._given = lambda: {"devices": "auto" if joined else 1, **self._arguments(others), **arguments}
-        self.module, self.trainer = _Module(self), Trainer(**self._given())
+        self.module, self.is_in_train = _Module(self), False
+        self.trainer = self._make_trainer()
         if self.trainer.num_devices > 1 and not joined:
             what = f"TransformersTrainer(devices={arguments['devices']!r}) starts processes after TrainingArguments."
             fix = f"Leave it out, and write hasten launch --procs {self.trainer.num_devices} train.py."
@@ -200,55 +206,42 @@ class TransformersTrainer:
 
         """
         from transformers import TrainerState
-        from transformers.trainer_utils import TrainOutput, speed_metrics
+        from transformers.trainer_utils import TrainOutput, align_special_tokens, speed_metrics
 
         args, events = self.args, self.events
         if self.model_init is not None:
             seed_everything(args.seed, verbose=False)
             self.model, self.optimizer, self.lr_scheduler = self.call_model_init(), None, None
             self.module = _Module(self)
-        if self.trainer.global_step:
-            self.trainer = Trainer(**self._given())
+        if self.trainer.global_step or _values(args) != self._made_for:
+            # Programs change arguments before they train.
+            _check(args)
+            self.trainer = self._make_trainer()
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.state, trainer, began = TrainerState(), self.trainer, time.time()
-        start = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
-        if start == "last" and not glob.glob(os.path.join(glob.escape(args.output_dir), "*.ckpt")):
-            what = f"train(resume_from_checkpoint=True): {args.output_dir} has no checkpoint of hasten, a .ckpt file."
-            fix = "Leave it out. A checkpoint of transformers is a folder: from_pretrained reads its model."
-            raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
+        start = self._checkpoint_of(resume_from_checkpoint)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        if hasattr(self.model, "config") and hasattr(tokenizer, "pad_token_id"):
+            align_special_tokens(self.model, self.processing_class)
         self.model.train()
-        loader, loaders = self.get_train_dataloader(), None
-        if self.eval_dataset is not None:
-            names = self._named(self.eval_dataset)
-            self.module.prefixes, self.module.ignored = [f"eval{name}" for name in names], ignore_keys_for_eval
-            loaders = [self.get_eval_dataloader(data) for data in names.values()]
-        trainer.fit(self.module, loader, loaders, ckpt_path=start)
-        done = self.state.global_step
-        # A run that a callback ends is not evaluated and saved once more.
-        if done >= self.state.max_steps:
-            self._end(done, ignore_keys_for_eval)
-        if self.best is not None and self.best.best_model_path:
-            self.state.best_model_checkpoint = self.best.best_model_path
-            if args.load_best_model_at_end:
-                self.module.load_state_dict(files.load(self.best.best_model_path)["state_dict"])
-        steps = done - events.first_step
+        events.ignored, self.is_in_train = ignore_keys_for_eval, True
+        with _noisy_embeddings(self.model, args.neftune_noise_alpha):
+            trainer.fit(self.module, self.get_train_dataloader(), ckpt_path=start)
+        steps, state = self.state.global_step - events.first_step, self.state
         size = args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
         metrics = speed_metrics("train", began, num_samples=steps * size, num_steps=steps)
+        metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = loss = (events.logged + float(events.total)) / max(steps, 1)
         self.log(metrics)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            saved = files.load(os.path.join(state.best_model_checkpoint, _STATE))
+            self.module.load_state_dict(saved["state_dict"])
+        if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+            self._remove_old([state.best_model_checkpoint])
         events.call("on_train_end")
-        return TrainOutput(done, loss, metrics)
-
-    def _end(self, step: int, ignored: list[str] | None) -> None:
-        """Evaluate and save after the last step, if that has not been done."""
-        args = self.args
-        if args.eval_strategy == "steps" and step % args.eval_steps:
-            is_best = self._determine_best_metric(self.evaluate(ignore_keys=ignored), None)
-            if is_best and self.best is not None:
-                self.best.best_model_path = self._save()
-        if args.save_strategy == "steps" and step % args.save_steps:
-            self._save()
+        self.is_in_train = False
+        return TrainOutput(state.global_step, loss, metrics)
 
     def evaluate(
         self, eval_dataset: DataSets = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -290,11 +283,12 @@ class TransformersTrainer:
         labels = None
         if self.compute_loss_func is not None or self.label_smoother is not None:
             labels, inputs = inputs.get("labels"), {name: inputs[name] for name in inputs if name != "labels"}
-        outputs = model(**inputs)
+        counts = self.module.takes_count and num_items_in_batch is not None
+        outputs = model(**inputs, **({"num_items_in_batch": num_items_in_batch} if counts else {}))
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif self.label_smoother is not None and labels is not None:
-            loss = self.label_smoother(outputs, labels, shift_labels=self.module.shifts_labels)
+            loss = self.label_smoother(outputs, labels, shift_labels=self.module.is_causal)
         elif not isinstance(outputs, Mapping) or "loss" in outputs:
             loss = outputs["loss" if isinstance(outputs, Mapping) else 0]
         else:
@@ -314,6 +308,9 @@ class TransformersTrainer:
         for logger in self.trainer.loggers if new and self.trainer.is_global_zero else ():
             logger.log_metrics(new, self.state.global_step)
         self.events.call("on_log", logs=logs)
+        if self.is_in_train and not self.args.disable_tqdm:
+            shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
+            self.trainer.print({name: shown[name] for name in shown if name != "total_flos"})
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback of transformers, or its class."""
@@ -323,10 +320,6 @@ class TransformersTrainer:
         if not issubclass(kind, TrainerCallback):
             what = f"TransformersTrainer.add_callback(): {kind.__name__} is not a callback of transformers."
             raise make_error(TypeError, what, fix="Give TransformersTrainer(..., callbacks=[...]) the callback.")
-        for name in _NO_EVENTS:
-            if getattr(kind, name, None) is not getattr(TrainerCallback, name, None):
-                what = f"{kind.__name__}.{name}() would never be called: hasten has its own loop."
-                raise make_error(TypeError, what, fix="Write a callback of hasten.", argument="callbacks")
         self.callback_handler.add_callback(callback)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -343,9 +336,9 @@ class TransformersTrainer:
 
     get_test_dataloader = get_eval_dataloader
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that ``from_pretrained`` reads; by default the ``output_dir`` of the arguments."""
-        if any(hasattr(parameter, "placements") for parameter in self.model.parameters()):
+        if _is_sharded(self.model):
             what = "TransformersTrainer.save_model(): each process has a part of the weights."
             fix = "Call hasten.module.pretrained.save_pretrained(trainer.model, folder) on all of them."
             raise make_error(RuntimeError, what, fix=fix)
@@ -366,78 +359,131 @@ class TransformersTrainer:
         what = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise make_error(AttributeError, what, fix=_OTHERS.get(name, ""))
 
-    def _save(self) -> str:
-        path = os.path.join(self.args.output_dir, f"checkpoint-{self.trainer.global_step}.ckpt")
-        self.trainer.save_checkpoint(path, weights_only=self.args.save_only_model)
-        return path
+    def _save_checkpoint(self) -> None:
+        """Write a folder that ``from_pretrained`` reads, and that a run can be resumed from; remove older ones."""
+        args, state, trainer = self.args, self.state, self.trainer
+        name = os.path.join(args.output_dir, "checkpoint-{}").format
+        folder = name(state.global_step)
+        if not _is_sharded(self.model):
+            self.save_model(folder, _internal_call=True)
+        if state.best_global_step and os.path.exists(best := name(state.best_global_step)):
+            state.best_model_checkpoint = best
+        trainer.save_checkpoint(os.path.join(folder, _STATE), weights_only=args.save_only_model)
+        if trainer.is_global_zero:
+            state.save_to_json(os.path.join(folder, "trainer_state.json"))
+            if (args.save_total_limit or 0) > 0:
+                kept = {folder, state.best_model_checkpoint or folder}
+                others = [path for path in self._folders() if path not in kept]
+                self._remove_old([*others[len(others) + len(kept) - max(args.save_total_limit, len(kept)) :], *kept])
+
+    def _folders(self) -> list[str]:
+        """Return the folders of checkpoints, the oldest first."""
+        found = glob.glob(os.path.join(glob.escape(self.args.output_dir), "checkpoint-*", _STATE))
+        return [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime)]
+
+    def _remove_old(self, kept: list[str]) -> None:
+        for path in self._folders() if self.trainer.is_global_zero else ():
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _checkpoint_of(self, given: str | bool | None) -> str | None:
+        """Return the file with the state of the run to resume; that of a run that was stopped may be the newest."""
+        if not given or str(given).endswith(".ckpt"):
+            return cast("str | None", given or None)
+        folder = glob.escape(self.args.output_dir if given is True else str(given))
+        found = glob.glob(f"{folder}/*.ckpt") + glob.glob(f"{folder}/checkpoint-*/{_STATE}")
+        if not found:
+            what = f"train(resume_from_checkpoint={given!r}): {folder} has no checkpoint of hasten, a .ckpt file."
+            fix = "Leave it out. Of a checkpoint of transformers, from_pretrained reads the model."
+            raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
+        return max(found, key=os.path.getmtime)
+
+    def _max_steps(self) -> Any:
+        """Return the number of steps of the fit that runs, infinite if it is not known."""
+        args, planned, trainer = self.args, self.trainer.estimated_stepping_batches, self.trainer
+        if args.max_steps > 0 or args.num_train_epochs == trainer.max_epochs or math.isinf(planned):
+            return planned
+        each = math.ceil(trainer.num_training_batches / args.gradient_accumulation_steps)
+        return math.ceil(args.num_train_epochs * each)
+
+    def waits_for_metric(self) -> bool:
+        """Return whether the scheduler steps after each evaluation."""
+        is_greedy = type(self.lr_scheduler).__name__ == "GreedyLR"
+        return is_greedy or isinstance(self.lr_scheduler, ReduceLROnPlateau)
 
     def _named(self, data: Any) -> dict[str, Any]:
         """Return data sets by what follows eval in the names of their values."""
         return {f"_{name}": data[name] for name in data} if isinstance(data, dict) else {"": data}
 
     def _evaluated(self, loader: DataLoader[Any], prefix: str, ignored: list[str] | None) -> dict[str, Any]:
-        self.module.prefixes, self.module.ignored, began = [prefix], ignored, time.time()
+        module, trainer, began = self.module, self.trainer, time.time()
+        module.prefix, module.ignored, self.callback_handler.eval_dataloader = prefix, ignored, loader
         try:
-            self.trainer.test(self.module, loader, verbose=False)
+            if self.events.fits:
+                source = trainer.current_run.data.validation
+                source.reload()
+                source.given, source.next_limit = loader, self._limit
+                source.take_limit()
+                try:
+                    evaluate_within(trainer.current_run, source)
+                finally:
+                    source.given = None
+            else:
+                trainer.test(module, loader, verbose=False)
         finally:
-            self.module.predicts = False
-        return self.module.values_of(0, began, loader)
+            module.predicts = False
+        return module.results(began, loader)
+
+    def _make_trainer(self) -> Trainer:
+        self._made_for = _values(self.args)
+        return Trainer(**self._given())
 
     def _arguments(self, callbacks: list[Callback]) -> dict[str, Any]:
         """Return the arguments of ``hasten.Trainer``."""
-        args = self.args
+        args, stopped = self.args, []
+        if args.save_strategy != "no":
+            # It saves runs that are stopped from outside; events has the others saved.
+            stopped = [ModelCheckpoint(args.output_dir, save_top_k=0, every_n_epochs=0)]
+        savers = [each for each in (*callbacks, *stopped) if isinstance(each, Checkpoint)]
         given: dict[str, Any] = {
-            "max_epochs": -1 if args.max_steps > 0 else int(args.num_train_epochs),
+            "max_epochs": -1 if args.max_steps > 0 else math.ceil(args.num_train_epochs),
             "max_steps": args.max_steps if args.max_steps > 0 else -1,
             "accumulate_grad_batches": args.gradient_accumulation_steps,
-            "gradient_clip_val": args.max_grad_norm or None,
+            # Without a limit, the norm is logged.
+            "gradient_clip_val": args.max_grad_norm or math.inf,
             "precision": "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else None,
             "matmul_precision": {True: "high", False: "highest", None: None}[args.tf32],
             "accelerator": "cpu" if args.use_cpu else "auto",
             "memory": "full" if args.gradient_checkpointing else None,
-            "batching": "length" if vars(args).get("train_sampling_strategy") == "group_by_length" else None,
-            "log_every_n_steps": int(args.logging_steps) if args.logging_strategy == "steps" else 0,
+            "log_every_n_steps": math.ceil(args.logging_steps) if args.logging_strategy == "steps" else 0,
             "logger": [CSVLogger(args.output_dir, name="logs"), *(_LOGGERS[name](args) for name in args.report_to)],
             "enable_progress_bar": not args.disable_tqdm,
-            "enable_checkpointing": args.save_strategy != "no",
-            "limit_val_batches": 0 if args.eval_strategy == "no" else None,
-            "num_sanity_val_steps": 0,
+            "enable_checkpointing": bool(savers),
+            # Callbacks decide when to evaluate.
+            "limit_val_batches": 0,
         }
         if args.torch_compile:
             options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             given["compile"] = {name: value for name, value in options.items() if value is not None}
-        if args.eval_strategy == "steps":
-            given["val_check_interval"] = f"{args.eval_steps}st"
-        return {**given, "callbacks": [*callbacks, self.events, *self._checkpoints()]}
-
-    def _checkpoints(self) -> list[ModelCheckpoint]:
-        """Return callbacks that save the newest states, and the best."""
-        args = self.args
-        saves, often = [], {"steps": {"every_n_train_steps": args.save_steps}}.get(args.save_strategy, {})
-        common: dict[str, Any] = {"dirpath": args.output_dir, "save_weights_only": args.save_only_model}
-        common["auto_insert_metric_name"] = False
-        if args.save_strategy in ("steps", "epoch"):
-            keep = {"save_top_k": -1, "keep_latest_k": args.save_total_limit}
-            saves.append(ModelCheckpoint(filename="checkpoint-{step}", **keep, **often, **common))
-        if args.load_best_model_at_end or args.save_strategy == "best":
-            name = f"eval_{cast(str, args.metric_for_best_model).removeprefix('eval_')}"
-            mode: Any = "max" if args.greater_is_better else "min"
-            often = {"every_n_train_steps": args.eval_steps} if args.eval_strategy == "steps" else {}
-            self.best = ModelCheckpoint(filename="best-{step}", monitor=name, mode=mode, **often, **common)
-            saves.append(self.best)
-        return saves
+        return {**given, "callbacks": [*callbacks, self.events, *stopped]}
 
     def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
+        from transformers.trainer_pt_utils import LengthGroupedSampler
         from transformers.trainer_utils import RemoveColumnsCollator
 
         args, collate, sampler = self.args, self.data_collator, None
         strategy = vars(args).get("train_sampling_strategy", "random")
         is_stream = isinstance(dataset, IterableDataset)
         shuffles = training and strategy != "sequential" and not is_stream
-        if shuffles and strategy == "random" and not dist.is_initialized():
+        if shuffles and not dist.is_initialized():
             # The order of transformers.Trainer.
-            samplers, shuffles = importlib.import_module("accelerate.data_loader"), False
-            sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
+            if strategy == "random":
+                samplers = importlib.import_module("accelerate.data_loader")
+                sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
+            else:
+                name = getattr(self.processing_class, "model_input_names", [None])[0]
+                size = args.train_batch_size * args.gradient_accumulation_steps
+                sampler = LengthGroupedSampler(size, dataset, model_input_name=name)
         return DataLoader(
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
@@ -460,50 +506,74 @@ for _name in _BORROWED:
 
 
 class _Events(Callback):
-    """Keep the state of transformers, and call its callbacks."""
+    """Keep the state of transformers, call its callbacks, and do what they ask for."""
 
     def __init__(self, owner: TransformersTrainer) -> None:
-        from transformers.trainer_callback import DefaultFlowCallback
-
-        self.owner, self.flow = owner, DefaultFlowCallback()
+        self.owner, self.fits, self.ignored = owner, False, cast("list[str] | None", None)
+        self.scheduler_state = cast("dict[str, Any] | None", None)
 
     def call(self, event: str, **given: Any) -> None:
         owner = self.owner
         owner.control = getattr(owner.callback_handler, event)(owner.args, owner.state, owner.control, **given)
-        if owner.control.should_evaluate or owner.control.should_epoch_stop:
-            what = f"A callback of transformers set should_evaluate or should_epoch_stop in {event}()."
-            raise make_error(RuntimeError, what, fix="Write eval_steps=..., or a callback of hasten.")
-        if owner.control.should_training_stop and owner.state.global_step < owner.state.max_steps:
+        if self.fits and owner.control.should_training_stop and owner.state.global_step < self.planned:
             owner.trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": dataclasses.asdict(self.owner.state)}
+        owner = self.owner
+        scheduler = owner.lr_scheduler.state_dict() if owner.waits_for_metric() else None
+        return {"state": dataclasses.asdict(owner.state), "scheduler": scheduler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.owner.state = type(self.owner.state)(**state_dict["state"])
+        self.scheduler_state = state_dict.get("scheduler")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        owner, state, handler = self.owner, self.owner.state, self.owner.callback_handler
-        state.max_steps, state.global_step = int(trainer.estimated_stepping_batches), trainer.global_step
-        state.compute_steps(owner.args, state.max_steps)
+        from transformers import TrainerCallback
+
+        owner, args, state, handler = self.owner, self.owner.args, self.owner.state, self.owner.callback_handler
+        self.fits, self.planned, state.global_step = True, trainer.estimated_stepping_batches, trainer.global_step
+        state.max_steps = owner._max_steps()
+        state.compute_steps(args, state.max_steps)
+        if args.logging_strategy == "steps":
+            trainer.log_every_n_steps = state.logging_steps
         each = trainer.num_training_batches
-        self.batches = each if math.isfinite(each) else state.max_steps * owner.args.gradient_accumulation_steps
-        steps = math.ceil(self.batches / owner.args.gradient_accumulation_steps)
-        state.num_train_epochs, state.train_batch_size = math.ceil(state.max_steps / steps), owner.args.train_batch_size
+        self.batches = each if math.isfinite(each) else state.max_steps * args.gradient_accumulation_steps
+        steps = math.ceil(self.batches / args.gradient_accumulation_steps)
+        state.num_train_epochs = math.ceil(state.max_steps / steps) if math.isfinite(each) else sys.maxsize
+        state.train_batch_size = args.train_batch_size
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_global_zero, trainer.local_rank == 0
         handler.model, handler.optimizer, handler.lr_scheduler = owner.model, owner.optimizer, owner.lr_scheduler
-        handler.train_dataloader, self.ended = trainer.train_dataloader, -1
+        handler.train_dataloader = trainer.train_dataloader
         self.first_step = self.last_logged = state.global_step
-        self.logged, self.total = 0.0, torch.zeros(())
+        self.logged, self.total, self.in_epoch = 0.0, torch.zeros(()), False
+        input_name = getattr(owner.model, "main_input_name", "input_ids")
+        self.flos = owner.floating_point_ops({input_name: torch.zeros(1)}) * trainer.world_size
+        self.hooks = [
+            getattr(owner.optimizer, f"register_step_{when}_hook")(functools.partial(self._in_step, event))
+            for when, event in (("pre", "on_pre_optimizer_step"), ("post", "on_optimizer_step"))
+            if any(getattr(type(one), event) is not getattr(TrainerCallback, event) for one in handler.callbacks)
+        ]
+        if self.scheduler_state is not None:
+            owner.lr_scheduler.load_state_dict(self.scheduler_state)
+            self.scheduler_state = None
         self.call("on_train_begin")
+        if args.eval_on_start:
+            owner.evaluate(ignore_keys=self.ignored)
+        progress = trainer.current_run.progress
+        if progress.mid_epoch and not progress.last_batch:
+            self.on_train_epoch_start(trainer, pl_module)
+
+    def _in_step(self, event: str, *_: object) -> None:
+        self.call(event)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.in_epoch = True
         self.call("on_epoch_begin")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # The rate of this step: the schedule moves before the end of the batch.
         self.rate = float(self.owner.optimizer.param_groups[0]["lr"]) if self.owner.optimizer else 0.0
-        if batch_idx % self.owner.args.gradient_accumulation_steps == 0:
+        if batch_idx % self.owner.args.gradient_accumulation_steps == 0 and not self.owner.control.should_epoch_stop:
             self.call("on_step_begin")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -514,69 +584,84 @@ class _Events(Callback):
         losses, pl_module.losses = pl_module.losses, []
         self.total = self.total + sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
         state.global_step, state.epoch = trainer.global_step, trainer.current_epoch + (batch_idx + 1) / self.batches
+        state.total_flos, pl_module.inputs = state.total_flos + self.flos * pl_module.inputs, 0
         self.call("on_step_end")
-        self._log_and_save("on_step_end")
+        self._log_evaluate_save()
 
-    def _log_and_save(self, event: str) -> None:
-        owner, state = self.owner, self.owner.state
-        planned = getattr(self.flow, event)(owner.args, state, type(owner.control)())
-        if (planned.should_log or owner.control.should_log) and state.global_step > self.last_logged:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A run that is resumed at the end of an epoch has done this before.
+        if self.in_epoch:
+            self.in_epoch = False
+            self.call("on_epoch_end")
+            self._log_evaluate_save()
+
+    def _log_evaluate_save(self) -> None:
+        """Do what the callbacks ask for, in the order of transformers."""
+        owner, state, args = self.owner, self.owner.state, self.owner.args
+        if owner.control.should_log and state.global_step > self.last_logged:
             of_all = owner.trainer.strategy.gather_objects(float(self.total))
             loss, steps = sum(of_all) / len(of_all), state.global_step - self.last_logged
             self.last_logged, self.logged, self.total = state.global_step, self.logged + loss, torch.zeros(())
-            owner.log({"loss": loss / steps, "learning_rate": self.rate})
-        if owner.control.should_save and not planned.should_save:
-            owner.control.should_save = False
-            owner._save()
+            norm = owner.trainer.current_run.window.gradient_norm
+            norms = {} if norm is None else {"grad_norm": float(norm)}
+            owner.log({"loss": loss / steps, **norms, "learning_rate": self.rate})
+        if owner.control.should_evaluate:
+            values = owner.evaluate(ignore_keys=self.ignored)
+            is_best = owner._determine_best_metric(values, None)
+            if owner.waits_for_metric():
+                owner.lr_scheduler.step(values[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"])
+            if args.save_strategy == "best":
+                owner.control.should_save = is_best
+        if owner.control.should_save:
+            owner._save_checkpoint()
+            self.call("on_save")
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.owner.args.eval_strategy == "epoch":
-            # transformers ends an epoch, and logs its loss, before it evaluates.
-            self.on_train_epoch_end(trainer, pl_module)
-        self.began = time.time()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.state.fn != "fit":
-            return
-        values: dict[str, Any] = {}
-        for number, loader in enumerate(cast(Any, trainer.val_dataloaders)):
-            found = pl_module.values_of(number, self.began, loader)
-            self.owner.log(found)
-            self.call("on_evaluate", metrics=found)
-            values |= found
-        self.owner._determine_best_metric(values, None)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.ended < trainer.current_epoch:
-            self.ended = trainer.current_epoch
-            self.call("on_epoch_end")
-            self._log_and_save("on_epoch_end")
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.fits:
+            self.fits = False
+            for hook in self.hooks:
+                hook.remove()
 
 
 class _Module(LightningModule):
     """The steps of a model of Hugging Face."""
 
     def __init__(self, owner: TransformersTrainer) -> None:
+        from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         from transformers.utils import find_labels
 
         super().__init__()
         # A reference that a copy of the module shares.
         self.owner, self.model, self.args = weakref.ref(owner), owner.model, owner.args
+        if (config := getattr(self.model, "config", None)) is not None and hasattr(self.args, "use_cache"):
+            config.use_cache = self.args.use_cache
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         parameters = inspect.signature(inner.forward).parameters
         self.label_names: list[str] = self.args.label_names or find_labels(type(inner))
         self.columns = [*parameters, "label", "label_ids", *self.label_names]
         takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         # Whether the loss is a mean over targets, so that batches of one step count by their targets.
-        self.counts_targets = getattr(inner, "accepts_loss_kwargs", takes_more) or owner.compute_loss_func is not None
-        self.shifts_labels = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        self.prefixes, self.predicts, self.ignored = ["eval"], False, cast("list[str] | None", None)
+        self.takes_count = getattr(inner, "accepts_loss_kwargs", takes_more)
+        self.counts_targets = self.takes_count or owner.compute_loss_func is not None
+        self.is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        # As in transformers, whose list of losses lacks some models, such as GPT2LMHeadModel.
+        shifts = LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is ForCausalLMLoss
+        decodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        self.shifts_labels = shifts and not decodes
+        self.prefix, self.predicts, self.ignored = "eval", False, cast("list[str] | None", None)
         self.found: tuple[Any, Any] = (None, None)
+        # Of the batches of a step: the losses, and the number of inputs.
         self.losses: list[tuple[Tensor, Any]] = []
+        self.inputs = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if cast(Any, self.owner()).control.should_epoch_stop else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         strategy, count = self.args.logging_strategy, self._targets(batch)
+        inputs = batch.get(getattr(self.model, "main_input_name", "input_ids"))
+        self.inputs += 0 if inputs is None else inputs.numel()
         loss = cast(Any, self.owner()).compute_loss(self.model, batch, num_items_in_batch=count)
         is_alone = self.args.gradient_accumulation_steps == 1 and not dist.is_initialized()
         self.losses.append((loss.detach(), 1 if count is None or is_alone else count))
@@ -592,10 +677,14 @@ class _Module(LightningModule):
     def on_validation_epoch_start(self) -> None:
         from transformers.trainer_pt_utils import EvalLoopContainer
 
-        self.kept = [(EvalLoopContainer(), EvalLoopContainer()) for _ in self.prefixes]
-        self.values: list[dict[str, Any]] = [{} for _ in self.prefixes]
+        self.kept = EvalLoopContainer(), EvalLoopContainer()
+        self.values: dict[str, Any] = {}
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, batch_idx)
+        cast(Any, self.owner()).events.call("on_prediction_step")
+
+    def _evaluate(self, batch: Any, batch_idx: int) -> None:
         owner = cast(Any, self.owner())
         given = tuple(batch[name] for name in self.label_names if batch.get(name) is not None)
         labels = None if len(given) < len(self.label_names) or not given else given[0] if len(given) == 1 else given
@@ -606,14 +695,14 @@ class _Module(LightningModule):
             outputs = self.model(**batch)
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if loss is not None:
-            self.log(f"{self.prefixes[dataloader_idx]}_loss", loss, sync_dist=True, add_dataloader_idx=False)
+            self.log(f"{self.prefix}_loss", loss, sync_dist=True)
         if owner.compute_metrics is None and not self.predicts:
             return
         logits = self._logits(outputs, has_loss=loss is not None)
         if owner.preprocess_logits_for_metrics is not None:
             logits = owner.preprocess_logits_for_metrics(logits, labels)
         often = self.args.eval_accumulation_steps
-        for container, value in zip(self.kept[dataloader_idx], (logits, labels), strict=True):
+        for container, value in zip(self.kept, (logits, labels), strict=True):
             container.add(value)
             if often and (batch_idx + 1) % often == 0:
                 container.to_cpu_and_numpy()
@@ -633,54 +722,75 @@ class _Module(LightningModule):
         from transformers.trainer_pt_utils import nested_concat
         from transformers.trainer_utils import denumpify_detensorize
 
-        compute_metrics = cast(Any, self.owner()).compute_metrics
-        for number, prefix in enumerate(self.prefixes if compute_metrics is not None or self.predicts else ()):
-            of_all = self.trainer.strategy.gather_objects([each.get_arrays() for each in self.kept[number]])
-            parts = zip(*(each for each in of_all if each[0] is not None), strict=True)
-            self.found = predictions, labels = tuple(functools.reduce(nested_concat, part) for part in parts)
-            if compute_metrics is None or labels is None:
-                continue
-            values = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
-            for name, value in denumpify_detensorize(values).items():
-                whole = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
-                self.values[number][whole] = value
-                if isinstance(value, int | float):
-                    self.log(whole, float(value), sync_dist=True, add_dataloader_idx=False)
+        compute_metrics, prefix = cast(Any, self.owner()).compute_metrics, self.prefix
+        if compute_metrics is None and not self.predicts:
+            return
+        of_all = self.trainer.strategy.gather_objects([each.get_arrays() for each in self.kept])
+        parts = zip(*(each for each in of_all if each[0] is not None), strict=True)
+        self.found = predictions, labels = tuple(functools.reduce(nested_concat, part) for part in parts)
+        if compute_metrics is None or labels is None:
+            return
+        values = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+        for name, value in denumpify_detensorize(values).items():
+            whole = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+            self.values[whole] = value
+            if isinstance(value, int | float):
+                self.log(whole, float(value), sync_dist=True)
 
-    def values_of(self, number: int, began: float, loader: Any) -> dict[str, Any]:
-        """Return the values of one data set, and the times of its evaluation."""
+    def results(self, began: float, loader: Any) -> dict[str, Any]:
+        """Return the values of a data set, and the times of its evaluation."""
         from transformers.trainer_utils import speed_metrics
 
-        prefix, logged = self.prefixes[number], self.trainer.callback_metrics
-        numbers = {name: float(logged[name]) for name in (f"{prefix}_loss", *self.values[number]) if name in logged}
+        prefix, loss = self.prefix, self.trainer.callback_metrics.get(f"{self.prefix}_loss")
         count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         steps = None if count is None else math.ceil(count / self.args.eval_batch_size)
-        return {**self.values[number], **numbers, **speed_metrics(prefix, began, num_samples=count, num_steps=steps)}
+        times = speed_metrics(prefix, began, num_samples=count, num_steps=steps)
+        return {**({} if loss is None else {f"{prefix}_loss": float(loss)}), **self.values, **times}
 
     # ``evaluate`` does what a validation does, also where a fit has none.
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        owner, steps = cast(Any, self.owner()), self.trainer.estimated_stepping_batches
-        if math.isinf(steps):
-            raise _refused("max_steps", self.args.max_steps, "Set it: the data has no length.")
+        owner = cast(Any, self.owner())
+        if math.isinf(steps := owner._max_steps()):
+            what = f"TrainingArguments(max_steps={self.args.max_steps}): the training data has no length."
+            raise make_error(ValueError, what, fix="Write the number of steps.", argument="max_steps")
         if owner.optimizer is None and owner.optimizer_cls_and_kwargs is None:
             kind, options = owner.get_optimizer_cls_and_kwargs(self.args, self.model)
             if not issubclass(kind, Optimizer) or {"params", "model", "optimizer_dict"} & options.keys():
                 raise _refused("optim", self.args.optim, "Give optimizers=(optimizer, scheduler).")
-        owner.create_optimizer_and_scheduler(int(steps))
-        return [owner.optimizer], [{"scheduler": owner.lr_scheduler, "interval": "step"}]
+        owner.create_optimizer_and_scheduler(steps)
+        schedules = [] if owner.waits_for_metric() else [{"scheduler": owner.lr_scheduler, "interval": "step"}]
+        return [owner.optimizer], schedules
 
 
-def _check_overrides(kind: type[TransformersTrainer], args: TrainingArguments) -> None:
+@contextmanager
+def _noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
+    """Add the noise of NEFTune to the embeddings of a model that trains."""
+    if alpha is None:
+        yield
+        return
+    from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+
+    handle = activate_neftune(model, alpha)
+    try:
+        yield
+    finally:
+        deactivate_neftune(model, handle)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def _check_overrides(kind: type[TransformersTrainer]) -> None:
     """Refuse methods of transformers.Trainer that a subclass overrides, and that nothing would call."""
     import transformers
 
-    unused = set() if args.eval_strategy == "no" else {"evaluate"}
     for each in kind.__mro__[: kind.__mro__.index(TransformersTrainer)]:
         for name in vars(each):
-            if hasattr(transformers.Trainer, name) and (name in unused or not hasattr(TransformersTrainer, name)):
+            if hasattr(transformers.Trainer, name) and not hasattr(TransformersTrainer, name):
                 what = f"{each.__name__}.{name}() would never be called: hasten has its own loop."
                 raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
 
@@ -726,17 +836,20 @@ def _refused(name: str, value: object, fix: str) -> ValueError:
     return make_error(ValueError, f"{written}: TransformersTrainer does not have this.", fix=fix, argument=name)
 
 
+def _values(args: TrainingArguments) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+
+
 def _check(args: TrainingArguments) -> None:
     """Refuse the first field whose value would be ignored."""
     plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    for name in (field.name for field in dataclasses.fields(args)):
-        value = getattr(args, name)
+    for name, value in _values(args).items():
+        if name.endswith("checkpointing_kwargs") and isinstance(value, dict) and value.keys() <= {"use_reentrant"}:
+            continue  # Both ways to recompute have the same result.
         if name not in _READ and value != getattr(plain, name):
             instead = f", and {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise _refused(name, value, f"Leave it out{instead}.")
-        if name in _WHOLE and value is not None and value != int(value):
-            raise _refused(name, value, "Write a whole number, or max_steps=.")
-        if value in _VALUES.get(name, ()):
-            raise _refused(name, value, "Use another, or give optimizers=(optimizer, scheduler).")
+    if (strategy := vars(args).get("train_sampling_strategy")) == "batch_rebalance":
+        raise _refused("train_sampling_strategy", strategy, "Use another.")
     if unknown := [name for name in args.report_to if name not in _LOGGERS]:
         raise _refused("report_to", unknown[0], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.")

@@ -190,6 +190,15 @@ def evaluate_and_print(
     return results
 
 
+def evaluate_within(run: Run, source: StageData) -> list[dict[str, float]]:
+    """Evaluate within the call that runs, for instance in a hook; return what was logged by loader."""
+    stage, context = run.state.stage, run.logged.context
+    try:
+        return evaluate(run, source)
+    finally:
+        run.state.stage, run.logged.context = stage, context
+
+
 def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: bool) -> int:
     """Evaluate on every batch of a loader; return how many this process had."""
     hooks, logged, progress, stage, stop = run.hooks, run.logged, run.progress, source.stage, run.limits.stop

@@ -874,7 +874,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             engine.scale_gradients(optimizer, window.size / (progress.accumulation_index + 1))
         hooks.on_before_optimizer_step(optimizer)
         if clips and clip is not None:
-            clip(parameters_of(optimizer), max_value)
+            window.gradient_norm = clip(parameters_of(optimizer), max_value)
         elif custom:
             module.configure_gradient_clipping(
                 optimizer,

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hasten._lib.observers import follow
 from hasten.arguments import Arguments
@@ -159,6 +159,7 @@ class Window:
         plan: the size of an accumulation, the size of the epoch's last one, and the index of its first batch.
         resumed_divisor: the divisor of each batch in the accumulation that the checkpoint's run left open.
         loss: the latest loss, as ``training_step`` returned it; it is read when values are fetched anyway.
+        gradient_norm: of the latest step before it was clipped; None if its gradients are not clipped by their norm.
         weight: the sum of the weights of its batches so far; None if they have no weights.
         is_unweighed: whether a batch had a loss without a weight.
         skipped_batches: batches of the run whose loss was None.
@@ -176,6 +177,7 @@ class Window:
     plan: tuple[int, int, float] | None = None
     resumed_divisor: int | None = None
     loss: Any = None
+    gradient_norm: Tensor | None = None
     weight: Any = None
     is_unweighed: bool = False
     skipped_batches: int = 0

@@ -14,7 +14,7 @@ from hasten._lib.errors import make_error
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
 from hasten.elsewhere import conventions
-from hasten.loops.evaluate import evaluate
+from hasten.loops.evaluate import evaluate_within
 from hasten.report.summary import print_results
 from hasten.runtime import ReadOnly
 from hasten.trainer.settings import Setting
@@ -542,13 +542,7 @@ class EvaluationLoop(SourceLoop):
     def run(self) -> list[dict[str, float]]:
         """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
         run, source = self._trainer.current_run, self._trainer._source(self._name)
-        if source is None or source.is_off():
-            return []
-        stage, context = run.state.stage, run.logged.context
-        try:
-            return evaluate(run, source)
-        finally:
-            run.state.stage, run.logged.context = stage, context
+        return [] if source is None or source.is_off() else evaluate_within(run, source)
 
     @property
     def max_batches(self) -> list[float]:
