@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.callbacks import EarlyStopping
+from hasten.callbacks import EarlyStopping, ModelCheckpoint
 from hasten.transformers import TransformersTrainer
 from tests.docs.blocks import ROOT
 from tests.refusals import refused
@@ -93,14 +93,16 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
     }  # fmt: skip
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data[:9], "compute_metrics": accuracy}
     model = language_model()
+    ranked = ModelCheckpoint(tmp_path / "ranked", "{step}", monitor="eval_loss", save_top_k=-1)
     trainer = TransformersTrainer(
         model, arguments(tmp_path, num_train_epochs=2, **options), **given,
-        callbacks=[EarlyStopping("eval_loss", patience=9)], enable_model_summary=False,
+        callbacks=[EarlyStopping("eval_loss", patience=9), ranked], enable_model_summary=False,
     )  # fmt: skip
     done = trainer.train()
     assert done.global_step == 12
     assert trainer.trainer.history["eval_accuracy"].steps == [3, 7, 11]
     assert len(trainer.trainer.history["loss"]) == 6
+    assert [Path(path).stem for path in ranked.best_k_models] == ["step=4", "step=8", "step=12"]
     best_step = trainer.state.best_global_step
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{best_step}"}
     loaded = transformers.LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)

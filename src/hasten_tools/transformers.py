@@ -206,7 +206,7 @@ class TransformersTrainer:
 
         """
         from transformers import TrainerState
-        from transformers.trainer_utils import TrainOutput, align_special_tokens, speed_metrics
+        from transformers.trainer_utils import TrainOutput, speed_metrics
 
         args, events = self.args, self.events
         if self.model_init is not None:
@@ -222,12 +222,14 @@ class TransformersTrainer:
         self.state, trainer, began = TrainerState(), self.trainer, time.time()
         start = self._checkpoint_of(resume_from_checkpoint)
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        if hasattr(self.model, "config") and hasattr(tokenizer, "pad_token_id"):
-            align_special_tokens(self.model, self.processing_class)
+        align = getattr(importlib.import_module("transformers.trainer_utils"), "align_special_tokens", None)
+        if align is not None and hasattr(self.model, "config") and hasattr(tokenizer, "pad_token_id"):
+            align(self.model, self.processing_class)
         self.model.train()
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
         with _noisy_embeddings(self.model, args.neftune_noise_alpha):
-            trainer.fit(self.module, self.get_train_dataloader(), ckpt_path=start)
+            # Evaluations have loaders of their own.
+            trainer.fit(self.module, self.get_train_dataloader(), [[None]], ckpt_path=start)
         steps, state = self.state.global_step - events.first_step, self.state
         size = args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
         metrics = speed_metrics("train", began, num_samples=steps * size, num_steps=steps)
@@ -422,12 +424,13 @@ class TransformersTrainer:
             if self.events.fits:
                 source = trainer.current_run.data.validation
                 source.reload()
-                source.given, source.next_limit = loader, self._limit
-                source.take_limit()
+                source.given = loader
+                self.events.limit_validation(self._limit)
                 try:
                     evaluate_within(trainer.current_run, source)
                 finally:
-                    source.given = None
+                    if self.args.eval_strategy != "steps" or trainer.should_stop:
+                        self.events.limit_validation(0)
             else:
                 trainer.test(module, loader, verbose=False)
         finally:
@@ -459,12 +462,15 @@ class TransformersTrainer:
             "logger": [CSVLogger(args.output_dir, name="logs"), *(_LOGGERS[name](args) for name in args.report_to)],
             "enable_progress_bar": not args.disable_tqdm,
             "enable_checkpointing": bool(savers),
-            # Callbacks decide when to evaluate.
             "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
         }
         if args.torch_compile:
             options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             given["compile"] = {name: value for name, value in options.items() if value is not None}
+        if args.eval_strategy == "steps":
+            # The Trainer never finds an evaluation due. Its callbacks see that values are not new after each epoch.
+            given |= {"limit_val_batches": self._limit, "val_check_interval": f"{10**12}st"}
         return {**given, "callbacks": [*callbacks, self.events, *stopped]}
 
     def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
@@ -517,6 +523,13 @@ class _Events(Callback):
         owner.control = getattr(owner.callback_handler, event)(owner.args, owner.state, owner.control, **given)
         if self.fits and owner.control.should_training_stop and owner.state.global_step < self.planned:
             owner.trainer.should_stop = True
+            self.limit_validation(0)
+
+    def limit_validation(self, batches: int | float | None) -> None:
+        """Limit the batches of validations; 0 for none, also when the run stops."""
+        source = self.owner.trainer.current_run.data.validation
+        source.next_limit = batches
+        source.take_limit()
 
     def state_dict(self) -> dict[str, Any]:
         owner = self.owner
@@ -551,7 +564,7 @@ class _Events(Callback):
         self.hooks = [
             getattr(owner.optimizer, f"register_step_{when}_hook")(functools.partial(self._in_step, event))
             for when, event in (("pre", "on_pre_optimizer_step"), ("post", "on_optimizer_step"))
-            if any(getattr(type(one), event) is not getattr(TrainerCallback, event) for one in handler.callbacks)
+            if any(getattr(type(each), event) is not getattr(TrainerCallback, event) for each in handler.callbacks)
         ]
         if self.scheduler_state is not None:
             owner.lr_scheduler.load_state_dict(self.scheduler_state)
