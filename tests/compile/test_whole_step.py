@@ -98,7 +98,7 @@ def trained_alike(make: Callable[[], Net] = Model, **arguments: Any) -> tuple[An
         ),
         (
             lambda weights: AdamW([{"params": weights[:2], "lr": 0.1}, {"params": weights[2:], "betas": (0.5, 0.9)}]),
-            {"resident": True},
+            {"resident": True, "profiler": "simple"},
         ),
     ],
 )

@@ -290,9 +290,11 @@ def test_skipped_parts_and_skipped_batches() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx == 0 or batch[0][0, 0] > 0 else self.loss(batch)
 
-    model = fresh(Skips)
+    model, skipped = fresh(Skips), []
+    note = LambdaCallback(on_train_batch_end=lambda *given: skipped.append(given[2]) if given[4] == 0 else None)
     with warned(UserWarning, fix="training_step"):
-        trained(model, loader(40, 8), micro_batch=2)
+        trained(model, loader(40, 8), micro_batch=2, callbacks=[note])
+    assert skipped == [{}]  # As without micro_batch.
 
     class Never(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 import hasten as L
 from hasten.optim import adamw, use_fused
-from hasten.optim.fused import fused_where_possible
+from hasten.optim.fused import check_dense, fused_where_possible
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.refusals import refused
 
@@ -52,6 +52,15 @@ def test_fused_weights_equal_the_others_up_to_rounding(kind: str, clip: str | No
     fused, trainer = train(kind, fused_optimizer=True, **clipping)
     assert all(group["fused"] for group in trainer.optimizers[0].param_groups)
     assert_close(fused, plain)
+
+
+def test_asking_for_a_fused_kernel_changes_no_layer() -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 2))
+    before = copy.deepcopy(layer)
+    # Computing the weight would take a step of its power iteration.
+    check_dense(torch.optim.SGD(layer.parameters(), lr=0.1), [layer], "Trainer")
+    assert same_weights(before, layer)
 
 
 def test_none_leaves_the_users_choice_and_false_overrides_it() -> None:

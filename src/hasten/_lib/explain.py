@@ -718,7 +718,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "elsewhere."),
     (r"must be equal to input_size. Expected (\d+), got (\d+)", _ANY, _last_dimension),
     (r"was expecting embedding dimension of (\d+), but got (\d+)", _ANY, _last_dimension),
-    (r"Expected more than 1 value per channel", _ANY, "DataLoader(..., drop_last=True), or a larger batch_size"),
+    (r"Expected more than 1 value per channel", _ANY, "DataLoader(..., drop_last=True), or a larger batch_size or micro_batch"),
     (r"Dimension out of range \(expected to be in range of \[-\d+, (\d+)\]", (IndexError,), _dimension),
     (r"preds\.shape\[1\]` should be equal to number of classes", (ValueError,),
      "Make the metric with num_classes equal to the number of scores: preds.shape[1]."),

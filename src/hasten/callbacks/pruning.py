@@ -302,6 +302,8 @@ class ModelPruning(Callback):
                 original[~mask] = loaded["hidden"][path].to(original)
             with _keep_order([module]):
                 prune.custom_from_mask(module, name, mask.to(original.dtype))
+            if path in loaded.get("used", ()):
+                getattr(module, name).data[mask] = loaded["used"][path].to(original)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._prune_on_train_epoch_end and trainer.progress.last_batch:
@@ -355,14 +357,16 @@ class ModelPruning(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, the weights they hide, and the initial values."""
-        masks, hidden = {}, {}
+        masks, hidden, used = {}, {}, {}
         for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=False):
             mask = module._buffers.get(name + "_mask")
             if mask is not None:
                 masks[path] = mask.bool()
                 hidden[path] = _original(module, name).detach()[~masks[path]]
+                # Of the last forward: torch ranks these, also where an optimizer has stepped since.
+                used[path] = getattr(module, name).detach()[masks[path]]
         first = dict(self._initial_values)
-        return {"masks": masks, "hidden": hidden, "first_values": first, "pruned_at": self._pruned_at}
+        return {"masks": masks, "hidden": hidden, "used": used, "first_values": first, "pruned_at": self._pruned_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the masks until the parameters exist."""

@@ -33,7 +33,7 @@ def _version_of(parameter: nn.Parameter, module: LightningModule) -> int:
     if parameter.is_inference():
         raise MisconfigurationException(
             f"{type(module).__name__} was made in torch.inference_mode(): its parameters cannot be trained.",
-            fix="Make it outside, and call fit outside.",
+            fix="Make it outside, and call fit outside. Where validate has made those of lazy layers, call fit first.",
         )
     return parameter._version
 

@@ -180,7 +180,7 @@ class _Splitter:
     def _joined(self, found: list[Any], sizes: list[int]) -> Any:
         kept = [(outputs, size) for outputs, size in zip(found, sizes, strict=True) if outputs]
         if not kept:
-            return None
+            return found[0]
         # Each is the share of the whole already.
         loss = functools.reduce(operator.add, [outputs["loss"] for outputs, _ in kept])
         rest = [{k: v for k, v in outputs.items() if k not in ("loss", "loss_weight")} for outputs, _ in kept]

@@ -578,7 +578,10 @@ def why_not_whole_step(run: Run) -> Parts | None:
             in_parts,
         ),
         (
-            bound is not step or runtime.precision.precision != "32-true" or engine.scaler is not None,
+            # A profiler wraps the step, and times the graph as a whole.
+            step not in (bound, getattr(bound, "__wrapped__", None))
+            or runtime.precision.precision != "32-true"
+            or engine.scaler is not None,
             f"precision={runtime.precision.precision!r} takes part in a step.",
             "Use precision='32-true', or compile=True.",
         ),

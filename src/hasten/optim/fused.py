@@ -135,8 +135,7 @@ def check_dense(optimizer: Optimizer, modules: Iterable[nn.Module], owner: str) 
     trained = {id(parameter) for parameter in parameters_of(optimizer)}
     for module in modules:
         for name, layer in module.named_modules():
-            weight = getattr(layer, "weight", None)
-            if getattr(layer, "sparse", None) is True and isinstance(weight, Tensor) and id(weight) in trained:
+            if getattr(layer, "sparse", None) is True and id(getattr(layer, "weight", None)) in trained:
                 raise make_error(
                     ValueError,
                     f"{owner}: a fused {type(optimizer).__name__} cannot take sparse gradients, and {name} is "
