@@ -85,6 +85,29 @@ def _rows() -> DataLoader[Tensor]:
     return DataLoader(torch.randn(512, 512), batch_size=128)  # type: ignore[arg-type]
 
 
+class _Held:
+    """A batch of a class of the program."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, *args: Any, **kwargs: Any) -> _Held:
+        return _Held(self.x.to(*args, **kwargs))
+
+
+def test_tensors_in_a_batch_of_another_class_count() -> None:
+    class HeldLayers(_Layers):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch.x, batch_idx)
+
+    data = [torch.randn(4, 512)]
+    found = [
+        plan_fit(trainer(devices=1), made, batches, devices=2, strategy="ddp").measured
+        for made, batches in ((_Layers(), data), (HeldLayers(), list(map(_Held, data))))
+    ]
+    assert found[0].peak == found[1].peak
+
+
 def test_accumulation_sends_gradients_once() -> None:
     one = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy="ddp").measured
     three = trainer(devices=1, accumulate_grad_batches=3)

@@ -231,6 +231,11 @@ class IgnoresSome(Classifier):
         return nn.functional.cross_entropy(self(x), torch.where(ignored, 255, y), ignore_index=255)
 
 
+class OneByOne(Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.layers, randomness="different")(x)  # type: ignore[no-any-return]
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -244,6 +249,8 @@ class Endless(IterableDataset[Any]):
         (Images, lambda: loader(41, shuffle=True), {}),
         # Labels that are ignored have no output.
         (IgnoresSome, lambda: loader(41, shuffle=True), {}),
+        # No value of a layer can be read in torch.vmap.
+        (OneByOne, lambda: loader(41, shuffle=True), {}),
         # An epoch without an end.
         (Classifier, lambda: DataLoader(Endless(), 4), {"max_steps": 50, "max_epochs": -1, "val_check_interval": 10}),
     ],

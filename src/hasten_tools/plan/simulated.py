@@ -8,9 +8,10 @@ of FSDP2 call ``torch.chunk`` and ``torch.cat``. All are in the package that use
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
-from hasten._lib.tree import is_sharded, map_tensors
+from hasten._lib.tree import is_sharded, leaves, map_leaves
+from hasten.hooks import nothing
 from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
@@ -216,41 +218,44 @@ def leave_out_metrics(module: nn.Module) -> None:
             own.update = lambda *_, **__: None
 
 
-def batch_without_data(batch: Batch, mode: FakeTensorMode, *, parts: int = 1) -> Batch:
+def batch_without_data(
+    batch: Batch, mode: FakeTensorMode, see: Callable[[Tensor], object] = nothing, *, parts: int = 1
+) -> Batch:
     """Return a batch of the same shapes without data.
 
     Args:
         batch: what the loader returned.
         mode: what ``fake_mode`` returned.
+        see: is called with each tensor without data.
         parts: keep this part of its samples: 2 for half of them.
 
     Raises:
         ValueError: the batch has fewer samples.
 
     """
-    sizes = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    sizes = [leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     samples = sizes[0] if sizes else 0
 
-    def convert(tensor: Tensor) -> Tensor:
-        if parts > 1 and tensor.dim() and tensor.shape[0] == samples:
-            tensor = tensor[: samples // parts]
-        converted: Tensor = mode.from_tensor(tensor)
+    def convert(leaf: Any) -> Any:
+        copies: dict[int, Any] = {}
+        if not isinstance(leaf, Tensor):
+            # A batch of a program's own class, such as a graph, has tensors in its attributes.
+            converted = leaf
+            with FakeCopyMode(mode), suppress(Exception):
+                converted = copy.deepcopy(leaf, copies) if hasattr(leaf, "to") else leaf
+        else:
+            halved = parts > 1 and leaf.dim() and leaf.shape[0] == samples
+            copies[0] = converted = mode.from_tensor(leaf[: samples // parts] if halved else leaf)
+        for each in copies.values():
+            if isinstance(each, Tensor):
+                see(each)
         return converted
 
     if parts > 1 and samples < parts:
         raise ValueError(f"a batch of {samples} samples cannot be divided into {parts} parts.")
-    return map_tensors(convert, batch)
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    return found
+    return map_leaves(convert, batch)
 
 
 def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import set_during
-from hasten._lib.tree import is_absent, leaves
+from hasten._lib.tree import is_absent
 from hasten.batching.split import measure as samples_of
 from hasten.extend.origin import FOLDERS
 from hasten.loggers.base import DummyLogger
@@ -224,10 +224,8 @@ class _PlannedFit:
                     ledger.restart()
                 for index in range(size):
                     ledger.phase = BATCH
-                    own = simulated.batch_without_data(batch, self.mode, parts=self.order.batch_parts)
-                    for leaf in leaves(own):
-                        if isinstance(leaf, Tensor):
-                            ledger.see(leaf, BATCH)
+                    see = functools.partial(ledger.see, kind=BATCH)
+                    own = simulated.batch_without_data(batch, self.mode, see, parts=self.order.batch_parts)
                     own = own if transfer is None else transfer(own)
                     run.logged.batch, run.logged.batch_size = own, 0
                     ledger.phase = ACTIVATIONS
@@ -362,6 +360,8 @@ def _explained(error: Exception) -> Exception:
     text = str(error).strip()
     if ".numpy() is not supported" in text or isinstance(error, UnsupportedFakeTensorException):
         return Unplannable(f"{where} needs the values of a tensor, and a plan has none: {text.splitlines()[0]}")
+    if "allreduce_" in text:
+        return Unplannable("A plan exchanges no sparse gradients. Leave sparse=True of nn.Embedding out to plan.")
     if type(error) in (ValueError, TypeError) or isinstance(error, MisconfigurationException):
         return error
     return Unplannable(f"{where} failed on tensors without data: {type(error).__name__}: {text.splitlines()[0] if text else ''}")  # fmt: skip # noqa: E501

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from hasten._lib.device import synchronize
 from hasten._lib.errors import make_error
 from hasten._lib.explain import describe_batch
+from hasten._lib.torch_private import is_transformed
 from hasten._lib.tree import children, leaves
 from hasten.logged_value import batch_size_of, is_metric
 from hasten.module.callback import Callback
@@ -259,7 +260,8 @@ def _remembering(seen: Observations, name: str) -> Callable[..., None]:
 def _finding(seen: Observations, name: str) -> Callable[..., None]:
     def look(layer: nn.Module, args: Any, output: Any) -> None:
         # Calls that end first are looked at first: a part before the whole.
-        if seen.bad_layer is None and first_bad_place(output, "") is not None:
+        # In torch.vmap nothing can be read.
+        if seen.bad_layer is None and not is_transformed() and first_bad_place(output, "") is not None:
             is_fine = first_bad_place(args, "") is None
             seen.bad_layer = name, type(layer).__name__, is_fine
 
@@ -330,6 +332,8 @@ class _Losses(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_transformed():
+            return function(*args, **kwargs)
         if function in _CROSS_ENTROPY:
             ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
             _look_at_labels(self._seen, function.__name__, *_two(args, kwargs, "target"), ignored)
