@@ -239,19 +239,16 @@ def batch_without_data(
     samples = sizes[0] if sizes else 0
 
     def convert(leaf: Any) -> Any:
+        if parts > 1 and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples:
+            leaf = leaf[: samples // parts]
         copies: dict[int, Any] = {}
-        if not isinstance(leaf, Tensor):
-            # A batch of a program's own class, such as a graph, has tensors in its attributes.
-            converted = leaf
-            with FakeCopyMode(mode), suppress(Exception):
-                converted = copy.deepcopy(leaf, copies) if hasattr(leaf, "to") else leaf
-        else:
-            halved = parts > 1 and leaf.dim() and leaf.shape[0] == samples
-            copies[0] = converted = mode.from_tensor(leaf[: samples // parts] if halved else leaf)
+        # A batch of a program's own class, such as a graph, has tensors in its attributes.
+        with FakeCopyMode(mode), suppress(TypeError, copy.Error):
+            leaf = copy.deepcopy(leaf, copies)
         for each in copies.values():
             if isinstance(each, Tensor):
                 see(each)
-        return converted
+        return leaf
 
     if parts > 1 and samples < parts:
         raise ValueError(f"a batch of {samples} samples cannot be divided into {parts} parts.")
