@@ -409,13 +409,14 @@ class FitLoop(SourceLoop):
 
     @property
     def restarting(self) -> bool:
-        """Whether this fit continues from a checkpoint, and its first batch is still to come."""
+        """Whether this fit continues from a checkpoint within an epoch, and that epoch has not ended."""
         if self._restarting is not None:
             return self._restarting
         trainer = self._trainer
-        run = trainer._run
+        run, progress = trainer._run, trainer.progress
         running = trainer.state.status is TrainerStatus.RUNNING and trainer.state.fn is TrainerFn.FITTING
-        return running and run is not None and run.resume.from_batch == trainer.progress.total_batches
+        began = progress.total_batches - progress.batch
+        return running and run is not None and not progress.epoch_ended and began < run.resume.from_batch
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
