@@ -341,7 +341,7 @@ def test_validation_is_not_the_time_of_training(clock: Clock) -> None:
     assert [row["time"] for row in training] == list(range(1, 11))
     assert all(row["device/batches_per_sec"] == 1.0 for row in training[1:])
     # Each validation is measured by itself, and the sanity check is not.
-    assert [row["batches"] for row in validation] == [1, 2, 1, 2]
+    assert [(row["step"], row["batches"]) for row in validation] == [(1, 1), (2, 2), (3, 1), (4, 2)]
     assert validation[1]["device/flops_per_sec"] == FORWARD
 
 
@@ -356,6 +356,9 @@ def test_evaluation_and_prediction(clock: Clock) -> None:
         assert [row["step"] for row in rows] == [4, 8]
         assert (rows[1]["samples"], rows[1]["device/samples_per_sec"]) == (32, 4.0)
         assert rows[1]["device/flops_per_sec"] == FORWARD
+    trainer.test(model, loader(), verbose=False)
+    again = rows_with(logger, "test/")[-1]
+    assert (again["step"], again["samples"], again["time"]) == (20, 80, 10.0)
 
 
 class Reads(torch.utils._python_dispatch.TorchDispatchMode):

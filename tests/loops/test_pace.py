@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -56,7 +55,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Moments:
-    """In the place of time.perf_counter: a moment passes with each look at it, and ``now`` can be moved on."""
+    """In the place of perf_counter: a moment passes with each look at it, and ``now`` can be moved on."""
 
     now = 0.0
 
@@ -68,7 +67,8 @@ class Moments:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Moments:
     clock = Moments()
-    monkeypatch.setattr(time, "perf_counter", clock)
+    for module in ("record.pace", "record.step_times", "loops.run_data"):
+        monkeypatch.setattr(f"hasten.{module}.perf_counter", clock)
     return clock
 
 
@@ -341,7 +341,7 @@ class Clock:
 )
 def test_the_time_to_the_end(arguments: dict[str, Any], seconds: float | None, monkeypatch: Any) -> None:
     clock, left = Clock(), []
-    monkeypatch.setattr(pace, "time", clock)
+    monkeypatch.setattr(pace, "perf_counter", clock.perf_counter)
     monkeypatch.setattr("hasten.callbacks.timer.time", clock_of_timer := Clock())
     clock_of_timer.monotonic = lambda: 0.0  # type: ignore[attr-defined]
 
@@ -361,7 +361,7 @@ def test_the_time_to_the_end(arguments: dict[str, Any], seconds: float | None, m
 
 def test_a_long_fit_says_so_once(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock, said = Clock(), []
-    monkeypatch.setattr(pace, "time", clock)
+    monkeypatch.setattr(pace, "perf_counter", clock.perf_counter)
     monkeypatch.setattr(pace, "rank_zero_info", said.append)
     monkeypatch.setattr(pace.sys, "argv", ["/a/train.py", "--lr=1"])
 

@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("hasten.loops.run_data.time", clock)
+    monkeypatch.setattr("hasten.loops.run_data.perf_counter", clock.perf_counter)
     return clock
 
 

@@ -34,7 +34,9 @@ class Jump(L.Callback):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *clocks: str, seconds: float, continues: bool) -> None:
         self.seconds, self.continues, self.offset = seconds, continues, 0.0
         for name in clocks:
-            monkeypatch.setattr(time, name, self._moved(getattr(time, name)))
+            monkeypatch.setattr(time, name, moved := self._moved(getattr(time, name)))
+            if name == "perf_counter":
+                monkeypatch.setattr("hasten.record.pace.perf_counter", moved)
 
     def _moved(self, clock: Any) -> Any:
         return lambda: clock() + self.offset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,19 @@ def test_the_batch_at_which_a_hook_ends_the_epoch_has_been_reached() -> None:
     assert (loop.batch_idx, loop.total_batch_idx, trainer.global_step) == (2, 5, 4)
     batches = loop.epoch_loop.batch_progress.current
     assert (batches.ready, batches.completed) == (3, 2)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_loop_restarts_until_the_epoch_of_its_checkpoint_has_ended(within: bool, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    hooks = watching(
+        lambda _, trainer: seen.append(trainer.fit_loop.restarting), "on_train_start", "on_train_epoch_start"
+    )
+    # After a validation, the end of the epoch is still to come.
+    saving = L.callbacks.ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=not within)
+    quiet(callbacks=[saving], enable_checkpointing=True).fit(Classifier(), loader(8), loader(8))
+    quiet(max_epochs=2, callbacks=[hooks]).fit(Classifier(), loader(8), loader(8), ckpt_path=saving.best_model_path)
+    assert seen == [within, False]
 
 
 def test_the_total_of_validation_batches_is_that_of_an_epoch() -> None:

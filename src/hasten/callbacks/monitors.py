@@ -394,12 +394,12 @@ class ThroughputMonitor(Callback):
         self.length_fn = length_fn
         self.available_flops: float | None = kwargs.get("available_flops")
         # The measurements by stage; empty on all processes but the first.
-        self._stages: dict[RunningStage, StageThroughput] = {}
+        self._throughputs: dict[RunningStage, StageThroughput] = {}
         self._counter: FlopCounterMode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # CUDA events cannot be pickled.
-        return {**self.__dict__, "_stages": {}, "_counter": None}
+        return {**self.__dict__, "_throughputs": {}, "_counter": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
@@ -411,7 +411,11 @@ class ThroughputMonitor(Callback):
             assert trainer.state.stage is not None
             stages = [trainer.state.stage]
         for found in stages if trainer.is_global_zero else ():
-            self._stages[found] = StageThroughput(found, device, trainer.world_size, **options)
+            earlier, now = self._throughputs.get(found), StageThroughput(found, device, trainer.world_size, **options)
+            if earlier is not None and stage != TrainerFn.FITTING.value:
+                # Totals of calls of validate, test or predict continue.
+                now.batches, now._total_samples, now._total_lengths = earlier.totals()
+            self._throughputs[found] = now
         counts = trainer.is_global_zero and not hasattr(pl_module, "flops_per_batch")
         use_hooks(self, ThroughputMonitor, counts, *_BATCH_START.values())
 
@@ -463,21 +467,24 @@ class ThroughputMonitor(Callback):
         """Measure, and log each ``log_every_n_steps`` batches."""
         measured = self._batch_ended(trainer, pl_module, batch)
         if measured is not None and _is_due(trainer, measured.batches):
-            self._log(trainer, measured, measured.batches)
+            progress, fitting = trainer.progress, trainer.state.fn is TrainerFn.FITTING
+            # The validations of an epoch follow one another.
+            step = progress.evaluated - progress.evaluated_before + 1 if fitting else measured.batches
+            self._log(trainer, measured, step)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue to measure training, without the time of validation."""
-        if trainer.state.fn is TrainerFn.FITTING and RunningStage.TRAINING in self._stages:
-            self._stages[RunningStage.TRAINING].begin()
+        if trainer.state.fn is TrainerFn.FITTING and RunningStage.TRAINING in self._throughputs:
+            self._throughputs[RunningStage.TRAINING].begin()
 
     # -- internal functions
 
     def _stage(self, trainer: Trainer) -> StageThroughput | None:
         """Return the measurement of the current stage; None on other processes and in the sanity check."""
         stage = trainer.state.stage
-        return None if stage is None else self._stages.get(stage)
+        return None if stage is None else self._throughputs.get(stage)
 
     def _end_count(self) -> int | None:
         if self._counter is None:
@@ -535,6 +542,10 @@ class StageThroughput(Throughput):
         # (start and end of the interval, totals at its end)
         self._pending: deque[tuple[Any, Any, dict[str, Any]]] = deque()
 
+    def totals(self) -> tuple[int, int, int | None]:
+        """Return the numbers of batches, samples and items so far."""
+        return self.batches, self._total_samples, self._total_lengths
+
     def begin(self) -> None:
         """Measure from now on."""
         self._start = self._now()
@@ -546,12 +557,7 @@ class StageThroughput(Throughput):
         self._total_samples += samples
         if length is not None:
             self._total_lengths = (self._total_lengths or 0) + length
-        totals = {
-            "batches": self.batches,
-            "samples": self._total_samples,
-            "lengths": self._total_lengths,
-            "flops": flops,
-        }
+        totals = {**dict(zip(("batches", "samples", "lengths"), self.totals(), strict=True)), "flops": flops}
         self._pending.append((now if self._start is None else self._start, now, totals))
         self._start = now
 

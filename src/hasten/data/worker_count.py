@@ -9,11 +9,11 @@ import multiprocessing
 import operator
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -137,7 +137,7 @@ def _with_best(loader: Any, seconds: float, name: str) -> Any:
     file = cache_folder("workers") / f"{_key(loader)}.json"
     best = _recall(file)
     if best is None:
-        began = time.perf_counter()
+        began = perf_counter()
         costs, failure = measure(loader, batches, seconds)
         if not costs:
             rank_zero_info(f"num_workers='auto': {name} keeps num_workers={loader.num_workers}: {failure}")
@@ -147,7 +147,7 @@ def _with_best(loader: Any, seconds: float, name: str) -> Any:
         shown = ", ".join(f"{number}: {batches / cost:.4g}" for number, cost in costs.items())
         rank_zero_info(
             f"num_workers='auto': {name} gets num_workers={best} (batches a second with {shown}; measured in "
-            f"{time.perf_counter() - began:.1f} s). {failure}".rstrip()
+            f"{perf_counter() - began:.1f} s). {failure}".rstrip()
         )
         remember_json(file, {"num_workers": best})
     # torch warns of more workers than cores; these were measured to pay off.
@@ -250,7 +250,7 @@ def _pace(
 
 def _pace_of(loader: DataLoader[Any], seconds: float, free: int, most: float) -> tuple[float, float]:
     """Measure the pace of a loader whose first ``free`` batches are made in advance."""
-    clock = time.perf_counter
+    clock = perf_counter
     began = clock()
     batches = iter(loader)
     try:

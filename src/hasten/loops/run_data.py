@@ -8,9 +8,9 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -638,7 +638,7 @@ class StallMonitor:
         return itertools.chain(self._timed(run, iterator), iterator)
 
     def _timed(self, run: Run, batches: Iterator[Any]) -> Iterator[Any]:
-        clock, device = time.perf_counter, run.runtime.device
+        clock, device = perf_counter, run.runtime.device
         on_cuda = device.type == "cuda"
         while not self._done:
             began = clock()

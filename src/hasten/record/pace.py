@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -141,7 +142,7 @@ class Pace:
         shown = run.arguments.enable_progress_bar or (record.writes if leads else self.is_recorded and self.ranks)
         if not shown or not (leads or self.ranks):
             return
-        self._run, self._began, self._due, self.measures = run, time.perf_counter(), 0.0, True
+        self._run, self._began, self._due, self.measures = run, perf_counter(), 0.0, True
         self._compiled = compile_seconds()
         self._says = says and leads and not run.conventions.bars_have_counters
         if record.writes or self.ranks is not None or runtime.device.type == "cuda":
@@ -155,7 +156,7 @@ class Pace:
         return self._timed(functions, iter(batches)) if self.measures else batches
 
     def _timed(self, functions: StepFunctions, batches: Iterator[Any]) -> Iterator[Any]:
-        clock = time.perf_counter
+        clock = perf_counter
         while True:
             began = clock()
             try:
@@ -174,15 +175,15 @@ class Pace:
             return publish
 
         def timed_publish(*args: Any, **kwargs: Any) -> None:
-            began = time.perf_counter()
+            began = perf_counter()
             publish(*args, **kwargs)
-            self.published += time.perf_counter() - began
+            self.published += perf_counter() - began
 
         return timed_publish
 
     def _after_batch(self, functions: StepFunctions) -> None:
         """Do what is due after a batch: write a line, begin or end to time a step."""
-        run, times, now = self._run, self._times, time.perf_counter()
+        run, times, now = self._run, self._times, perf_counter()
         assert run is not None
         # Whether an optimizer has stepped after the batch, and whether it is the last of its epoch.
         completes, is_last = run.window.is_end, run.window.is_last_batch
@@ -273,19 +274,19 @@ class Pace:
     def fetch(self, take: Callable[[], T]) -> T:
         """Return ``take()``, which gives a batch to a step that fetches its batches itself."""
         clock = self._times.clock if self._times is not None and self._times.running else None
-        began = time.perf_counter()
+        began = perf_counter()
         if clock is not None:
             clock.enter("data")
         try:
             return take()
         finally:
-            self.waited += time.perf_counter() - began
+            self.waited += perf_counter() - began
             if clock is not None:
                 clock.leave()
 
     def pause(self) -> _Aside:
         """Pause step timing while a validation or checkpoint runs."""
-        aside = _Aside(time.perf_counter(), self.saved, self._aside_since)
+        aside = _Aside(perf_counter(), self.saved, self._aside_since)
         if self._aside_since is None:
             self._aside_since = aside.began
         if self._times is not None and self._times.running:
@@ -297,7 +298,7 @@ class Pace:
         self._aside_since = aside.outer
         if self._times is not None and self._times.running:
             self._times.clock.leave()
-        return time.perf_counter() - aside.began - (self.saved - aside.saved)
+        return perf_counter() - aside.began - (self.saved - aside.saved)
 
     def end_validation(self, aside: _Aside) -> None:
         """Count a validation that has ended; ``aside`` is what ``pause`` returned when it began."""
@@ -327,7 +328,7 @@ class Pace:
     @property
     def seconds(self) -> float:
         """Seconds since the fit began."""
-        return time.perf_counter() - self._began
+        return perf_counter() - self._began
 
     def speed(self) -> Speed | None:
         """Return how fast the last seconds were; None before the second step."""
@@ -358,7 +359,7 @@ class Pace:
         run = self._run
         if run is None or not self._history:
             return None
-        now, left = self._look(), self.deadline - time.perf_counter()
+        now, left = self._look(), self.deadline - perf_counter()
         first = self._history[0]
         if now.batches <= first.batches:
             return None
@@ -372,7 +373,7 @@ class Pace:
                 each = per_batch * _VALIDATION_COST * _batches_of_validation(run)
             validations = run.data.validation_schedule.left(run, batches) * each if batches and each else 0.0
             if self._aside_since is not None and run.state.stage != "train":
-                validations += max(0.0, each - (time.perf_counter() - self._aside_since))
+                validations += max(0.0, each - (perf_counter() - self._aside_since))
             left = min(left, batches * per_batch + validations + checkpoints)
         return None if math.isinf(left) else max(0.0, left)
 
@@ -422,7 +423,7 @@ class Pace:
             # A batch that was looked at stands for those since.
             self._samples += self._size * (progress.total_batches - self._counted)
             self._counted = progress.total_batches
-        now = time.perf_counter() if self._aside_since is None else self._aside_since
+        now = perf_counter() if self._aside_since is None else self._aside_since
         seconds = now - self._began - self.validated - self.saved
         return _Totals(seconds, progress.total_batches, progress.logged_step, self._samples, self._tokens, self.waited)
 
@@ -455,7 +456,7 @@ class Pace:
 
     def _report_ranks(self, slowest: Slowest) -> None:
         """Take the reports of all processes, which have just come: name the slowest, and write a line."""
-        run, ranks, now = self._run, self.ranks, time.perf_counter()
+        run, ranks, now = self._run, self.ranks, perf_counter()
         assert run is not None
         assert ranks is not None
         self.slowest = slowest

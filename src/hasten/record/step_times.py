@@ -9,9 +9,9 @@ step is timed.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -55,7 +55,7 @@ class HostClock:
         """Start with the part "other"."""
         self._seconds: dict[str, float] = {}
         self._parts = ["other"]
-        self._last = time.perf_counter()
+        self._last = perf_counter()
 
     def enter(self, part: str) -> None:
         """Begin a part."""
@@ -80,7 +80,7 @@ class HostClock:
         return self._seconds
 
     def _add(self) -> None:
-        now, part = time.perf_counter(), self._parts[-1]
+        now, part = perf_counter(), self._parts[-1]
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
         self._last = now
 
