@@ -236,7 +236,8 @@ def test_what_is_pruned_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
     lines = reported(verbose=2)
     assert lines[3] == "Applied `L1Unstructured`. Pruned: 4/8 (50.00%) -> 8/8 (100.00%)"
-    assert lines[5].startswith("Applied `L1Unstructured` to `layers.3.bias` with amount=4. Pruned: ")
+    where = "Linear(in_features=6, out_features=2, bias=True).bias"
+    assert lines[5].startswith(f"Applied `L1Unstructured` to `{where}` with amount=4. Pruned: ")
     assert (len(lines), len(reported(verbose=1)), reported()) == (6, 2, [])
 
 

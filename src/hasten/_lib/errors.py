@@ -125,7 +125,7 @@ class WrongType(MisconfigurationException, TypeError):
 
 
 class NotPartOfLightning2(MisconfigurationException, NotImplementedError):
-    """Raised for features that were removed before Lightning 2, where Lightning raises a ``NotImplementedError``."""
+    """Raised for features that were removed, where Lightning raises a ``NotImplementedError``."""
 
 
 class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
@@ -174,12 +174,12 @@ def absent(name: str, base: type, *, home: str, instead: str, why: str = "is not
         >>> Exotic()
         Traceback (most recent call last):
             ...
-        hasten._lib.errors.MisconfigurationException: Exotic is not in this version of hasten. Use dict.
+        hasten._lib.errors.NotPartOfLightning2: Exotic is not in this version of hasten. Use dict.
 
     """
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise MisconfigurationException(f"{name} {why}.", fix=instead)
+        raise NotPartOfLightning2(f"{name} {why}.", fix=instead)
 
     members = {
         "__new__": refuse,

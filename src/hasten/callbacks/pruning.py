@@ -118,7 +118,7 @@ class ModelPruning(Callback):
             check.number(owner, "amount", amount, at_least=0, at_most=most, allowed=allowed, error=error)
         check.one_of(owner, "verbose", verbose, (0, 1, 2), error=error)
         self._use_global_unstructured = use_global_unstructured
-        self._options: dict[str, Any] = {}
+        self._global_kwargs: dict[str, Any] = {}
         self.pruning_fn = self._find_pruning_fn(pruning_fn, pruning_dim, pruning_norm)
         self._requested = requested
         self._parameters_to_prune = requested
@@ -131,9 +131,8 @@ class ModelPruning(Callback):
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
         self._paths: list[str] = []
-        self._initial_values: dict[str, Tensor] = {}
-        # Copies of layers, used to draw new initial values.
-        self._templates: dict[int, nn.Module] = {}
+        # By the id of a layer: a copy of it before training ("data"), and (position, name) of its parameters ("names").
+        self._original_layers: dict[int, dict[str, Any]] | None = None
         self._loaded: dict[str, Any] | None = None
         # The batch after which it has pruned: a resumed run calls the hooks in which its checkpoint was saved again.
         self._pruned_at = 0
@@ -148,18 +147,18 @@ class ModelPruning(Callback):
             check.one_of("ModelPruning", "pruning_fn", name, _METHODS, error=MisconfigurationException)
             method = _METHODS[name]
             if name.endswith("_structured"):
-                self._options["dim"] = dim
+                self._global_kwargs["dim"] = dim
             if name == "ln_structured":
-                self._options["n"] = norm
+                self._global_kwargs["n"] = norm
         elif not (inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)):
             allowed = f"one of {list(_METHODS)}, or a subclass of torch's BasePruningMethod: the class, not an instance"
             raise check.wrong("ModelPruning", "pruning_fn", pruning_fn, allowed, error=MisconfigurationException)
         assert isinstance(method, type)
         if name is None and not is_global:
             fix = "a class needs use_global_unstructured=True."
-        elif self._options.get("dim", 0) is None:
+        elif self._global_kwargs.get("dim", 0) is None:
             fix = "choose the dimension with pruning_dim=..., for instance 0."
-        elif self._options.get("n", 0) is None:
+        elif self._global_kwargs.get("n", 0) is None:
             fix = "choose the norm with pruning_norm=..., for instance 2."
         elif is_global and method.PRUNING_TYPE != "unstructured":  # type: ignore[attr-defined]
             what += " structured pruning ranks one parameter at a time."
@@ -167,7 +166,7 @@ class ModelPruning(Callback):
         if fix:
             raise MisconfigurationException(what, fix=fix, argument="pruning_fn")
         self._pruning_method_name = method.__name__ if name is None or is_global else name
-        return method if is_global else partial(getattr(prune, self._pruning_method_name), **self._options)
+        return method if is_global else partial(getattr(prune, self._pruning_method_name), **self._global_kwargs)
 
     # -- to override and to call
 
@@ -177,27 +176,38 @@ class ModelPruning(Callback):
 
     def apply_pruning(self, amount: int | float) -> None:
         """Prune ``amount`` of the remaining values."""
-        before = [self._pruned(module, name) for module, name in self._parameters_to_prune]
+        before = [self._get_pruned_stats(module, name) for module, name in self._parameters_to_prune]
         with _keep_order(module for module, _ in self._parameters_to_prune):
-            if self._use_global_unstructured:
-                prune.global_unstructured(
-                    self._parameters_to_prune, pruning_method=self.pruning_fn, **self._options, amount=amount
-                )
-            else:
-                for module, name in self._parameters_to_prune:
-                    self.pruning_fn(module, name=name, amount=amount)
+            (self._apply_global_pruning if self._use_global_unstructured else self._apply_local_pruning)(amount)
         if self._verbose:
-            self._report(before, amount)
+            after = [self._get_pruned_stats(module, name) for module, name in self._parameters_to_prune]
+            self._log_sparsity_stats(before, after, amount=amount)
+
+    def _apply_global_pruning(self, amount: int | float) -> None:
+        options = {**self._global_kwargs, "amount": amount}
+        prune.global_unstructured(self._parameters_to_prune, pruning_method=self.pruning_fn, **options)
+
+    def _apply_local_pruning(self, amount: int | float) -> None:
+        for module, name in self._parameters_to_prune:
+            self.pruning_fn(module, name=name, amount=amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
         """Reset the weights to their initial values, or to new ones; masks stay."""
-        for template in self._templates.values():
-            template.reset_parameters()  # type: ignore[operator]
-        for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
-            layer = self._templates.get(id(module))
-            value = self._initial_values[path] if layer is None else getattr(layer, name)
-            _original(module, name).data.copy_(value)
-            _refresh(module, name)
+        for layer in (self._original_layers or {}).values():
+            values = layer["data"]
+            if self._resample_parameters and callable(getattr(values, "reset_parameters", None)):
+                values = copy.deepcopy(values)
+                values.reset_parameters()
+            for position, name in layer["names"]:
+                module = self._parameters_to_prune[position][0]
+                self._copy_param(module, values, name)
+                _refresh(module, name)
+
+    @staticmethod
+    def _copy_param(new: nn.Module, old: nn.Module, name: str) -> None:
+        target, value = _original(new, name), _original(old, name)
+        if isinstance(target, Tensor) and isinstance(value, Tensor):
+            target.data.copy_(value.data)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Apply the masks of ``module`` and its submodules to the weights permanently."""
@@ -277,13 +287,16 @@ class ModelPruning(Callback):
                     fix="Name the layers to prune: parameters_to_prune=[(model.layer, 'weight'), ...].",
                     argument="parameters_to_prune",
                 )
-        self._initial_values, self._templates, self._loaded, self._pruned_at = {}, {}, None, 0
+        self._original_layers, self._loaded, self._pruned_at = None, None, 0
         if not self._use_lottery_ticket_hypothesis:
             return
-        for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
-            self._initial_values[path] = _original(module, name).detach().clone()
-            if self._resample_parameters and callable(getattr(module, "reset_parameters", None)):
-                self._templates[id(module)] = copy.deepcopy(module)
+        self._original_layers = {}
+        for position, (module, name) in enumerate(self._parameters_to_prune):
+            # The product of a parameter and its mask cannot be copied.
+            masked = {id(value): value.detach() for value in vars(module).values() if isinstance(value, Tensor)}
+            layer = self._original_layers.get(id(module)) or {"data": copy.deepcopy(module, masked), "names": []}
+            layer["names"].append((position, name))
+            self._original_layers[id(module)] = layer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the masks of a resumed run, and the weights they hide."""
@@ -292,8 +305,8 @@ class ModelPruning(Callback):
         loaded, self._loaded = self._loaded, None
         self._pruned_at = loaded.get("pruned_at", 0)
         for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
-            if path in loaded["first_values"] and path in self._initial_values:
-                self._initial_values[path] = loaded["first_values"][path]
+            if path in loaded["first_values"] and self._original_layers:
+                _original(self._original_layers[id(module)]["data"], name).data.copy_(loaded["first_values"][path])
             if path not in loaded["masks"]:
                 continue
             original = _original(module, name)
@@ -307,44 +320,50 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._prune_on_train_epoch_end and trainer.progress.last_batch:
-            self._run_pruning(trainer)
+            self._prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn is not TrainerFn.FITTING:
             return
         # Tensors made in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
-            self._run_pruning(trainer)
+            self._prune(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._make_pruning_permanent:
             self.make_pruning_permanent(pl_module)
 
-    on_fit_end = on_train_end  # A resumed run may have had nothing left to train.
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do the same if a resumed run had nothing left to train."""
+        if any(hasattr(module, name + "_mask") for module, name in self._parameters_to_prune):
+            ModelPruning.on_train_end(self, trainer, pl_module)
 
-    def _run_pruning(self, trainer: Trainer) -> None:
-        epoch, batch = trainer.current_epoch, trainer.progress.total_batches
-        if batch == self._pruned_at:
-            return
-        self._pruned_at = batch
-        applies = self._apply_pruning(epoch) if callable(self._apply_pruning) else self._apply_pruning
-        amount = self.amount(epoch) if callable(self.amount) else self.amount
+    def _prune(self, trainer: Trainer) -> None:
+        batch = trainer.progress.total_batches
+        if batch != self._pruned_at:
+            self._pruned_at = batch
+            self._run_pruning(trainer.current_epoch)
+            if trainer.runtime.several_processes:
+                self._broadcast(trainer)
+
+    def _run_pruning(self, current_epoch: int) -> None:
+        applies = self._apply_pruning(current_epoch) if callable(self._apply_pruning) else self._apply_pruning
+        amount = self.amount(current_epoch) if callable(self.amount) else self.amount
         if not applies or not amount:
             return
         self.apply_pruning(amount)
         lottery = self._use_lottery_ticket_hypothesis
-        if lottery(epoch) if callable(lottery) else lottery:
+        if lottery(current_epoch) if callable(lottery) else lottery:
             self.apply_lottery_ticket_hypothesis()
-        if trainer.runtime.several_processes:
-            self._broadcast(trainer)
 
     @torch.no_grad()
     def _broadcast(self, trainer: Trainer) -> None:
         """Use the masks and values of the first process: random numbers differ between processes."""
         for module, name in self._parameters_to_prune:
-            for tensor in (getattr(module, name + "_mask"), _original(module, name)):
-                tensor.copy_(trainer.strategy.broadcast(tensor))
-            _refresh(module, name)
+            if hasattr(module, name + "_mask"):
+                for tensor in (getattr(module, name + "_mask"), _original(module, name)):
+                    tensor.copy_(trainer.strategy.broadcast(tensor))
+                _refresh(module, name)
 
     # -- checkpoints
 
@@ -365,7 +384,9 @@ class ModelPruning(Callback):
                 hidden[path] = _original(module, name).detach()[~masks[path]]
                 # Of the last forward: torch ranks these, also where an optimizer has stepped since.
                 used[path] = getattr(module, name).detach()[masks[path]]
-        first = dict(self._initial_values)
+        layers = (self._original_layers or {}).values()
+        names = [(layer["data"], name, self._paths[i]) for layer in layers for i, name in layer["names"]]
+        first = {path: _original(copied, name).detach() for copied, name, path in names}
         return {"masks": masks, "hidden": hidden, "used": used, "first_values": first, "pruned_at": self._pruned_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -385,22 +406,23 @@ class ModelPruning(Callback):
     # -- internal functions
 
     @staticmethod
-    def _pruned(module: nn.Module, name: str) -> tuple[int, int]:
+    def _get_pruned_stats(module: nn.Module, name: str) -> tuple[int, int]:
         """Return (number pruned, total number) of a parameter's values."""
         mask = module._buffers.get(name + "_mask")
         total = _original(module, name).numel()
         return (0 if mask is None else total - int(mask.sum()), total)
 
-    def _report(self, before: list[tuple[int, int]], amount: int | float) -> None:
-        after = [self._pruned(module, name) for module, name in self._parameters_to_prune]
-        total = sum(count for _, count in after)
-        old, new = (sum(zeros for zeros, _ in stats) for stats in (before, after))
+    def _log_sparsity_stats(
+        self, prev: list[tuple[int, int]], curr: list[tuple[int, int]], amount: int | float = 0
+    ) -> None:
+        total = sum(count for _, count in curr)
+        old, new = (sum(zeros for zeros, _ in stats) for stats in (prev, curr))
         applied = f"Applied `{self._pruning_method_name}`"
         rank_zero_info(f"{applied}. Pruned: {old}/{total} ({old / total:.2%}) -> {new}/{total} ({new / total:.2%})")
         if self._verbose == 2:
-            for path, (old, _), (new, total) in zip(self._paths, before, after, strict=True):
+            for (module, name), (old, _), (new, total) in zip(self._parameters_to_prune, prev, curr, strict=True):
                 shares = f"{old} ({old / total:.2%}) -> {new} ({new / total:.2%})"
-                rank_zero_info(f"{applied} to `{path}` with amount={amount}. Pruned: {shares}")
+                rank_zero_info(f"{applied} to `{module!r}.{name}` with amount={amount}. Pruned: {shares}")
 
 
 def _original(module: nn.Module, name: str) -> Any:

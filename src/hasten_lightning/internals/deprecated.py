@@ -1,17 +1,21 @@
-"""Older names of classes that Lightning 2 still has; making an object warns."""
+"""Older names of classes that Lightning 2 still has; making an object warns, or is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hasten._lib.errors import absent
+from hasten.accelerators import HPUAccelerator as HPUAccelerator
 from hasten.accelerators import XLAAccelerator
 from hasten.plugins import (
     BitsandbytesPrecision,
+    CheckpointIO,
     DeepSpeedPrecision,
     DoublePrecision,
     Precision,
     TransformerEnginePrecision,
 )
+from hasten.strategies import Strategy
 from hasten_lightning._classes.fabric_plugins import XLAPrecision
 from hasten_lightning._classes.plugins import FSDPPrecision, HalfPrecision, MixedPrecision
 from hasten_lightning._classes.strategies import SingleDeviceXLAStrategy
@@ -27,18 +31,35 @@ def _older(name: str, kind: type, **fixed: Any) -> Any:
     return type(name, (kind,), {"__init__": __init__, "__module__": __name__, "__doc__": document})
 
 
+def _of_habana(name: str, base: type) -> Any:
+    return absent(name, base, home=__name__, instead="Use a GPU, or the CPU.", why="is discontinued")
+
+
 PrecisionPlugin = _older("PrecisionPlugin", Precision)
 BitsandbytesPrecisionPlugin = _older("BitsandbytesPrecisionPlugin", BitsandbytesPrecision)
 DeepSpeedPrecisionPlugin = _older("DeepSpeedPrecisionPlugin", DeepSpeedPrecision)
 DoublePrecisionPlugin = _older("DoublePrecisionPlugin", DoublePrecision)
 FSDPPrecisionPlugin = _older("FSDPPrecisionPlugin", FSDPPrecision)
-FSDPMixedPrecisionPlugin = _older("FSDPMixedPrecisionPlugin", FSDPPrecision)
 HalfPrecisionPlugin = _older("HalfPrecisionPlugin", HalfPrecision)
 MixedPrecisionPlugin = _older("MixedPrecisionPlugin", MixedPrecision)
 TransformerEnginePrecisionPlugin = _older("TransformerEnginePrecisionPlugin", TransformerEnginePrecision)
 XLAPrecisionPlugin = _older("XLAPrecisionPlugin", XLAPrecision)
+XLABf16Precision = _older("XLABf16Precision", XLAPrecision, precision="bf16-true")
+TPUPrecision = _older("TPUPrecision", XLAPrecision, precision="32-true")
+TPUBf16Precision = _older("TPUBf16Precision", XLAPrecision, precision="bf16-true")
 XLABf16PrecisionPlugin = _older("XLABf16PrecisionPlugin", XLAPrecision, precision="bf16-true")
 TPUPrecisionPlugin = _older("TPUPrecisionPlugin", XLAPrecision, precision="32-true")
 TPUBf16PrecisionPlugin = _older("TPUBf16PrecisionPlugin", XLAPrecision, precision="bf16-true")
 TPUAccelerator = _older("TPUAccelerator", XLAAccelerator)
 SingleTPUStrategy = _older("SingleTPUStrategy", SingleDeviceXLAStrategy)
+HPUParallelStrategy = _of_habana("HPUParallelStrategy", Strategy)
+SingleHPUStrategy = _of_habana("SingleHPUStrategy", Strategy)
+HPUCheckpointIO = _of_habana("HPUCheckpointIO", CheckpointIO)
+HPUPrecisionPlugin = _of_habana("HPUPrecisionPlugin", Precision)
+
+
+class FSDPMixedPrecisionPlugin(FSDPPrecisionPlugin):  # type: ignore[misc]
+    """The older name of ``FSDPPrecision``, which takes a device as well."""
+
+    def __init__(self, precision: Any, device: str, scaler: Any = None) -> None:
+        super().__init__(precision, scaler)
