@@ -100,8 +100,9 @@ class BatchSizeFinder(_SearchCallback):
         owner, sizes = "BatchSizeFinder", (steps_per_trial, init_val, max_trials)
         self._options = BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
         # For subclasses written for Lightning that search in their own way.
-        self._mode, self._steps_per_trial, self._init_val = mode, steps_per_trial, init_val
+        self._mode, self._steps_per_trial, self._init_val = mode.lower(), steps_per_trial, init_val
         self._max_trials, self._batch_arg_name, self._early_exit = max_trials, batch_arg_name, False
+        self._margin, self._max_val = margin, max_val
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now; the loaders are made again with the size found."""
@@ -197,7 +198,9 @@ class LearningRateFinder(_SearchCallback):
         self.optimal_lr: LRFinder | None = None
         # The rate to set again after a checkpoint of a run without this callback has set its own.
         self._again: float | None = None
-        self._update_attr, self._attr_name = update_attr, attr_name
+        self._update_attr, self._attr_name, self._early_exit = update_attr, attr_name, False
+        self._min_lr, self._max_lr, self._num_training_steps = min_lr, max_lr, num_training_steps
+        self._mode, self._early_stop_threshold = mode.lower(), early_stop_threshold
         sweep = (mode, min_lr, max_lr, num_training_steps, early_stop_threshold)
         self._options = SweepOptions("LearningRateFinder", *sweep)
 

@@ -262,7 +262,8 @@ class BaseFinetuning(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restarting = True
-        self._internal_optimizer_metadata = dict(state_dict.get("internal_optimizer_metadata", {}))
+        # Lightning before 1.6 stored the groups alone.
+        self._internal_optimizer_metadata = dict(state_dict.get("internal_optimizer_metadata", state_dict))
         self._trainable = state_dict.get("trains")
         self._tracks_stats = dict(state_dict.get("tracks", {}))
 

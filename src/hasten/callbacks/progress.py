@@ -541,15 +541,18 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__()
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             check.whole("TQDMProgressBar", name, value, at_least=0, error=MisconfigurationException)
-        if os.environ.get("COLAB_GPU") and refresh_rate == 1:
-            # Widgets in a browser far away.
-            refresh_rate = 20
-        minimum = os.environ.get("TQDM_MINITERS", "")
-        if refresh_rate and minimum.isdigit():
-            refresh_rate = max(int(minimum), refresh_rate)
-        self._refresh_rate = self._every = refresh_rate
+        self._refresh_rate = self._every = self._resolve_refresh_rate(refresh_rate)
         self._process_position = process_position
         self._leave = leave
+
+    @staticmethod
+    def _resolve_refresh_rate(refresh_rate: int) -> int:
+        """Return what the environment makes of it; subclasses of programs for Lightning override it."""
+        if os.environ.get("COLAB_GPU") and refresh_rate == 1:
+            # Widgets in a browser far away.
+            return 20
+        minimum = os.environ.get("TQDM_MINITERS", "")
+        return max(int(minimum), refresh_rate) if refresh_rate and minimum.isdigit() else refresh_rate
 
     @property
     def refresh_rate(self) -> int:

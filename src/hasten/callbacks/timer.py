@@ -140,14 +140,17 @@ class Timer(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._look(trainer)
-        self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING, time.monotonic())
+        self._begin(RunningStage.VALIDATING, time.monotonic())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        stage = RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING
-        self._end_time[stage] = time.monotonic()
+        self._end_time[RunningStage.VALIDATING] = time.monotonic()
         self._look(trainer)
 
-    on_test_start, on_test_end = on_validation_start, on_validation_end
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(RunningStage.TESTING, time.monotonic())
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_time[RunningStage.TESTING] = time.monotonic()
 
     def on_fit_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once if no time is left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hasten.callbacks import checkpoint, lambda_function, prediction_writer, spike
+from hasten.callbacks import checkpoint, checkpoint_files, lambda_function, prediction_writer, spike
 from hasten_lightning.facades import Facade, exactly
 
 if TYPE_CHECKING:
@@ -31,6 +31,15 @@ class ModelCheckpoint(checkpoint.ModelCheckpoint, metaclass=Facade):
             trainer.checkpoint_callbacks, trainer.total_batch_idx, trainer.runtime.writer = [self], 0, None
             trainer.runtime.several_processes = trainer.strategy.engine.holds_gradients = False
         super().on_train_start(trainer, pl_module)
+
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if _is_mock(trainer):
+            trainer.runtime.writer = None
+        checkpoint.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+
+    def __resolve_ckpt_dir(self, trainer: Trainer) -> Any:
+        return checkpoint_files.default_folder(trainer) if self.dirpath is None else self.dirpath
 
 
 class OnExceptionCheckpoint(checkpoint.OnExceptionCheckpoint, metaclass=Facade):
