@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,3 +228,73 @@ def test_a_partial_that_wraps_a_hook_of_the_base_overrides_nothing() -> None:
     assert not redefines(module, LightningModule, "transfer_batch_to_device")
     module.transfer_batch_to_device = functools.partial(watch, own)  # type: ignore[method-assign]
     assert redefines(module, LightningModule, "transfer_batch_to_device")
+
+
+def test_pruning_calls_the_methods_of_lightning() -> None:
+    from lightning.pytorch.callbacks import ModelPruning
+
+    called: list[Any] = []
+
+    class Watched(ModelPruning):
+        def _run_pruning(self, current_epoch: int) -> None:
+            called.append(current_epoch)
+            super()._run_pruning(current_epoch)
+
+        def _apply_global_pruning(self, amount: Any) -> None:
+            called.append(amount)
+            super()._apply_global_pruning(amount)
+
+        def make_pruning_permanent(self, module: nn.Module) -> None:
+            called.append("permanent")
+            super().make_pruning_permanent(module)
+
+    pruning = Watched("l1_unstructured", amount=0.25, resample_parameters=True)
+    module = _fit(callbacks=[pruning], max_epochs=2).lightning_module
+    assert called == [0, 0.25, 1, 0.25, "permanent"]
+    layers: Any = pruning._original_layers
+    assert layers[id(module.layer)]["names"] == [(0, "weight"), (1, "bias")]
+    with patch.object(nn.Linear, "reset_parameters") as reset, patch.object(pruning, "_copy_param") as copied:
+        pruning.apply_lottery_ticket_hypothesis()
+    assert (reset.call_count, copied.call_count) == (1, 2)
+
+
+def test_helpers_of_callbacks_with_mocks(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+    from lightning.pytorch.callbacks.progress.rich_progress import Progress
+
+    with patch("lightning.pytorch.callbacks.early_stopping.log.info") as log:
+        EarlyStopping._log_info(Mock(world_size=1), "stops", False)
+        EarlyStopping._log_info(Mock(world_size=2, global_rank=1), "stops", True)
+    log.assert_called_once_with("stops")
+    (tmp_path / "a.ckpt").touch()
+    ModelCheckpoint._link_checkpoint(Mock(is_global_zero=True), str(tmp_path / "a.ckpt"), str(tmp_path / "last.ckpt"))
+    assert (tmp_path / "last.ckpt").is_symlink()
+    found = ModelCheckpoint()._ModelCheckpoint__resolve_ckpt_dir(Mock(loggers=[], default_root_dir="runs"))  # type: ignore[attr-defined]
+    assert found == "runs/checkpoints"
+    timer = Timer()
+    timer.on_validation_start(Mock(), Mock())
+    assert timer.start_time("validate") is not None
+    assert timer.start_time("test") is None
+    assert Progress.__module__ == "rich.progress"
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("pytorch.accelerators.hpu", "HPUAccelerator"), ("pytorch.strategies.single_hpu", "SingleHPUStrategy"),
+        ("pytorch.plugins.io.hpu_plugin", "HPUCheckpointIO"), ("pytorch.loggers.neptune", "NeptuneLogger"),
+    ],
+)  # fmt: skip
+def test_classes_that_are_gone_can_be_imported(place: str, name: str) -> None:
+    with refused(NotImplementedError, says=name):
+        getattr(importlib.import_module(f"lightning.{place}"), name)()
+
+
+@pytest.mark.parametrize("place", ["fabric.plugins.precision.tpu_bf16", "pytorch.plugins.precision.tpu_bf16"])
+def test_older_names_of_classes_warn(place: str) -> None:
+    module = importlib.import_module(f"lightning.{place}")
+    older = getattr(module, "TPUBf16Precision" + ("Plugin" if "pytorch" in place else ""))
+    with pytest.warns(DeprecationWarning, match="its name is XLAPrecision"), suppress(ModuleNotFoundError):
+        older()
+    with pytest.warns(DeprecationWarning, match="its name is FSDPPrecision"):
+        assert importlib.import_module("lightning.pytorch.plugins").FSDPMixedPrecisionPlugin("bf16-mixed", "cpu")

@@ -237,29 +237,23 @@ class ModelPruning(Callback):
                 and (name in module._parameters or name + "_orig" in module._parameters)
                 and _original(module, name) is not None
             ]
-        owner, kind = "ModelPruning(parameters_to_prune=...)", type(pl_module).__name__
-        pairs = parameters_to_prune if isinstance(parameters_to_prune, (list, tuple)) else [parameters_to_prune]
-        for pair in pairs:
+        inner_modules = {id(inner) for inner in pl_module.modules()}
+        for pair in parameters_to_prune if isinstance(parameters_to_prune, (list, tuple)) else [parameters_to_prune]:
             module, name = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (None, None)
             if not isinstance(module, nn.Module) or not isinstance(name, str):
-                raise MisconfigurationException(
-                    f"{owner}: {pair!r} is not a pair of a module and a parameter's name;",
-                    fix='write [(model.layer, "weight"), ...].',
-                    argument="parameters_to_prune",
-                )
-            if not any(module is inner for inner in pl_module.modules()):
-                raise MisconfigurationException(
-                    f"{owner}: the {type(module).__name__} with {name!r} is not part of {kind}.",
-                    fix="Take it from the model that is trained.",
-                    argument="parameters_to_prune",
-                )
-            if not isinstance(_original(module, name), Tensor):
+                what = f"{pair!r} is not a pair of a module and a parameter's name;"
+                fix = 'write [(model.layer, "weight"), ...].'
+            elif id(module) not in inner_modules:
+                what = f"the {type(module).__name__} with {name!r} is not part of {type(pl_module).__name__}."
+                fix = "Take it from the model that is trained."
+            elif not isinstance(_original(module, name), Tensor):
                 known = [key.removesuffix("_orig") for key in module._parameters]
-                raise MisconfigurationException(
-                    f"{owner}: {type(module).__name__} has no parameter {name!r}; it has {known}.",
-                    fix=did_you_mean(name, known),
-                    argument="parameters_to_prune",
-                )
+                what = f"{type(module).__name__} has no parameter {name!r}; it has {known}."
+                fix = did_you_mean(name, known)
+            else:
+                continue
+            what = f"ModelPruning(parameters_to_prune=...): {what}"
+            raise MisconfigurationException(what, fix=fix, argument="parameters_to_prune")
         return parameters_to_prune
 
     # -- during a run
