@@ -20,7 +20,7 @@ import hasten_lightning
 from hasten.hooks import redefines
 from hasten.module import LightningModule
 from hasten.utilities.exceptions import MisconfigurationException
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 @pytest.fixture(autouse=True)
@@ -263,9 +263,9 @@ def test_helpers_of_callbacks_with_mocks(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks.progress.rich_progress import Progress
 
     with patch("lightning.pytorch.callbacks.early_stopping.log.info") as log:
-        EarlyStopping._log_info(Mock(world_size=1), "stops", False)
-        EarlyStopping._log_info(Mock(world_size=2, global_rank=1), "stops", True)
-    log.assert_called_once_with("stops")
+        EarlyStopping._log_info(Mock(global_rank=0), "stops", True)
+        EarlyStopping._log_info(Mock(global_rank=1), "stops", True)
+    log.assert_called_once_with("[rank: 0] stops")
     (tmp_path / "a.ckpt").touch()
     ModelCheckpoint._link_checkpoint(Mock(is_global_zero=True), str(tmp_path / "a.ckpt"), str(tmp_path / "last.ckpt"))
     assert (tmp_path / "last.ckpt").is_symlink()
@@ -294,7 +294,7 @@ def test_classes_that_are_gone_can_be_imported(place: str, name: str) -> None:
 def test_older_names_of_classes_warn(place: str) -> None:
     module = importlib.import_module(f"lightning.{place}")
     older = getattr(module, "TPUBf16Precision" + ("Plugin" if "pytorch" in place else ""))
-    with pytest.warns(DeprecationWarning, match="its name is XLAPrecision"), suppress(ModuleNotFoundError):
+    with warned(DeprecationWarning, says="XLAPrecision"), suppress(ModuleNotFoundError):
         older()
-    with pytest.warns(DeprecationWarning, match="its name is FSDPPrecision"):
+    with warned(DeprecationWarning, says="FSDPPrecision"):
         assert importlib.import_module("lightning.pytorch.plugins").FSDPMixedPrecisionPlugin("bf16-mixed", "cpu")

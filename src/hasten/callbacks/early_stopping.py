@@ -239,7 +239,7 @@ class EarlyStopping(Callback):
     @staticmethod
     def _log_info(trainer: Trainer, message: str, log_rank_zero_only: bool) -> None:
         """Report a check; subclasses of programs for Lightning call it."""
-        if trainer.world_size == 1:
+        if not trainer.runtime.several_processes:
             log.info(message)
         elif not log_rank_zero_only or trainer.global_rank == 0:
             log.info(rank_prefixed_message(message, trainer.global_rank))
