@@ -276,34 +276,23 @@ class DeviceStatsMonitor(Callback):
             # The first call of cpu_percent has nothing to compare with, and returns 0.
             need("psutil", purpose=_PURPOSE).cpu_percent()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         self._get_and_log_device_stats(trainer, "on_train_batch_start")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         self._get_and_log_device_stats(trainer, "on_train_batch_end")
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Log before each ``log_every_n_steps``-th batch."""
-        self._get_and_log_device_stats(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_start")
+    def on_validation_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        self._get_and_log_device_stats(trainer, "on_validation_batch_start")
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log after each ``log_every_n_steps``-th batch."""
-        self._get_and_log_device_stats(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_end")
+    def on_validation_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        self._get_and_log_device_stats(trainer, "on_validation_batch_end")
 
-    on_test_batch_start = on_validation_batch_start
-    on_test_batch_end = on_validation_batch_end
+    def on_test_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        self._get_and_log_device_stats(trainer, "on_test_batch_start")
+
+    def on_test_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        self._get_and_log_device_stats(trainer, "on_test_batch_end")
 
     def _get_and_log_device_stats(self, trainer: Trainer, key: str) -> None:
         """Log in a hook if its batch is due; subclasses of programs for Lightning override it."""
