@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -30,8 +32,13 @@ def test_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, one = SingleDeviceCollective().setup().create_group(), torch.ones(2)
     assert (alone.rank, alone.world_size, alone.all_gather([], one)) == (0, 1, [one])
     assert alone.teardown() is alone
-    with refused(RuntimeError, says="SingleDeviceCollective"):
+    with refused(RuntimeError, says="`SingleDeviceCollective` does not own a group to destroy"):
         alone.teardown()
+    with refused(RuntimeError, says="`SingleDeviceCollective` does not own a group", fix="create_group()"):
+        _ = alone.group
+    without = patch("lightning.fabric.plugins.collectives.torch_collective.dist.is_available", return_value=False)
+    with without, refused(RuntimeError, says="Torch distributed is not available"):
+        TorchCollective()
     assert issubclass(TorchCollective, Collective)
     if torch.distributed.is_initialized():
         pytest.skip("this process has a group")
@@ -48,11 +55,14 @@ def test_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gathered: list[Any] = [None]
         assert collective.all_gather_object(gathered, "here") == ["here"]
         collective.barrier()
-        for op, says in (("summ", "Did you mean 'sum'"), (3, "use a name")):
+        for op, says in (
+            ("summ", "'SUMM' is not a member of .* Did you mean 'sum'"),
+            (3, "Unsupported op 3 of type int"),
+        ):
             with pytest.raises(ValueError, match=says):
                 collective.all_reduce(one, op)
         inner = TorchCollective().create_group(ranks=[0])
-        with refused(RuntimeError, fix="teardown()"):
+        with refused(RuntimeError, says="already owns a group", fix="teardown()"):
             inner.create_group()
     finally:
         # With the last group of its own, the group that setup() made is given back, too.
@@ -86,9 +96,17 @@ def test_strategies_of_fabric_can_be_driven_by_themselves(tmp_path: Path) -> Non
     loaded: dict[str, Any] = {"optimizer": optimizer, "step": 0}
     assert set(strategy.load_checkpoint(tmp_path / "file", loaded)["model"]) == {"weight"}
     assert loaded["step"] == 3
-    with refused(KeyError, says="'other'"):
+    with refused(KeyError, says="contains a key 'other' that does not exist in the loaded checkpoint"):
         strategy.load_checkpoint(tmp_path / "file", {"other": 1})
     assert "other" not in strategy.load_checkpoint(tmp_path / "file", {"other": 1}, strict=False)
+    strategy.load_module_state_dict(module := Mock(), {"weight": 1}, strict=False)
+    module.load_state_dict.assert_called_once_with({"weight": 1}, strict=False)
+    strategy.save_checkpoint(tmp_path / "file", {"step": 3}, filter={"step": lambda *_: False})
+    assert strategy.load_checkpoint(tmp_path / "file") == {"step": 3}
+    strategy.accelerator, strategy.checkpoint_io, strategy._precision = Mock(), Mock(), Mock()
+    strategy.teardown()
+    for part in (strategy.accelerator, strategy.checkpoint_io, strategy.precision):
+        part.teardown.assert_called_once_with()
 
     sharded = FSDPStrategy(sharding_strategy="NO_SHARD", cpu_offload=True, precision=FSDPPrecision("16-true"))
     assert (sharded.sharding_strategy.name, sharded.cpu_offload.offload_params) == ("NO_SHARD", True)
@@ -114,7 +132,13 @@ def test_strategies_and_precisions_of_the_trainer() -> None:
     import lightning as L
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning.pytorch.plugins import MixedPrecision, Precision
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        ParallelStrategy,
+        SingleDeviceStrategy,
+    )
 
     calls = []
 
@@ -161,9 +185,43 @@ def test_strategies_and_precisions_of_the_trainer() -> None:
     assert len(trainer.strategy.lr_scheduler_configs) == 1
     with trainer.precision_plugin.train_step_context(), trainer.strategy.tensor_init_context():
         assert trainer.precision_plugin.connect(model, [], []) == (model, [], [])
+    ddp = DDPStrategy(parallel_devices=[torch.device("cpu")])
+    ddp.engine = Mock(no_sync=Mock(return_value=nullcontext("held back")))
+    with ddp.block_backward_sync() as nothing_is_wrapped:
+        assert nothing_is_wrapped is None
+    ddp.model = model
+    with ddp.block_backward_sync() as held_back:
+        assert held_back == "held back"
+    ddp.engine.no_sync.assert_called_once_with(model)
+
+    class Reduces(ParallelStrategy):
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+            return tensor + 1
+
+    assert Reduces().reduce_boolean_decision(True)
+    assert Reduces().all_reduce(1) == 2
     for shared in (FSDPStrategy(), ModelParallelStrategy()):
         with refused(TypeError, "storage_options"):
             shared.save_checkpoint({}, "file", storage_options={})
+
+
+def test_registries_have_the_names_of_lightning() -> None:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+    unused = [f"_find_unused_parameters_{word}" for word in ("true", "false")]
+    ddp = {f"ddp{start}{end}" for start in ("", "_spawn", "_fork", "_notebook") for end in ("", *unused)}
+    both = {"fsdp", "fsdp_cpu_offload", "single_tpu", "single_xla", "xla"}
+    both |= {f"deepspeed{end}" for end in ("", *(f"_stage_{stage}" for stage in ("1", "2", "2_offload", "3")))}
+    both |= {"deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"}
+    assert set(StrategyRegistry.available_strategies()) == both | ddp | {"single_device", "xla_debug"}
+    of_fabric = {name for name in ddp if "unused" not in name} | {f"ddp{unused[0]}"}
+    of_fabric |= {"deepspeed_stage_1_offload", "dp", "xla_fsdp"}
+    assert set(STRATEGY_REGISTRY.available_strategies()) == both | of_fabric
+    with refused(ValueError, says="'ddp' is already present in the registry"):
+        StrategyRegistry.register("ddp", DDPStrategy)
+    with refused(KeyError, says="'horse' not found in registry. Available names: "):
+        StrategyRegistry.get("horse")
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -190,7 +248,7 @@ def test_environments_set_the_address_that_programs_read(tmp_path: Path, monkeyp
 
     _without(monkeypatch)
     torchrun = TorchElasticEnvironment()
-    with warned(UserWarning, says="MASTER_ADDR"):
+    with warned(UserWarning, says="MASTER_ADDR environment variable is not defined. Set as localhost"):
         assert torchrun.main_address == os.environ["MASTER_ADDR"] == "127.0.0.1"
     with warned(UserWarning, says="MASTER_PORT"):
         assert torchrun.main_port == int(os.environ["MASTER_PORT"]) == 12910
@@ -220,6 +278,8 @@ def test_the_environments_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 
     _without(monkeypatch, STANDALONE_PORT="900")
     assert LightningEnvironment().main_port == 900
+    with patch("lightning.fabric.plugins.environments.lightning.find_free_network_port", return_value=901):
+        assert LightningEnvironment().main_port == 901
     # A job of one pod: Lightning starts the processes for its devices.
     _without(monkeypatch, KUBERNETES_PORT="tcp://1", MASTER_ADDR="x", MASTER_PORT="1", WORLD_SIZE="1", RANK="0")
     KubeflowEnvironment().validate_settings(4, 1)

@@ -83,12 +83,16 @@ def test_the_cpu_takes_a_number_of_processes(devices: Any, kind: type[Exception]
         CPUAccelerator.parse_devices(devices)
 
 
-def test_mps_is_one_device() -> None:
+def test_mps_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mps.is_available():
+        with refused(ValueError, "devices", says="0 MPS devices", fix="accelerator='cpu'"):
+            MPSAccelerator.parse_devices(1)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     assert MPSAccelerator.get_parallel_devices(1) == [torch.device("mps", 0)]
     with refused(ValueError, "devices", fix="1"):
         MPSAccelerator.parse_devices(2)
     for accelerator in (CPUAccelerator(), CUDAAccelerator(), MPSAccelerator()):
-        with refused(ValueError, says="setup_device(meta)"):
+        with refused(ValueError, says="got meta instead"):
             accelerator.setup_device(torch.device("meta"))
 
 

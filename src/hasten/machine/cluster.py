@@ -141,7 +141,7 @@ class LightningEnvironment(_FromVariables):
     def main_port(self) -> int:
         """MASTER_PORT, or a free port."""
         if self._main_port == -1:
-            self._main_port = _number("MASTER_PORT", "STANDALONE_PORT") or find_free_port()
+            self._main_port = _number("MASTER_PORT") or find_free_port()
         return self._main_port
 
     @staticmethod
@@ -201,7 +201,8 @@ def _check_world_size(launcher: str, world_size: int, num_devices: int, num_node
     if num_devices * num_nodes != world_size:
         raise make_error(
             ValueError,
-            f"devices={num_devices}, num_nodes={num_nodes}: {launcher} started {world_size} processes.",
+            f"devices={num_devices}, num_nodes={num_nodes}: the product ({num_devices} * {num_nodes}) does not match "
+            f"the world size ({world_size}): {launcher} started {world_size} processes.",
             fix="Use devices='auto' and the right num_nodes, or start as many as these.",
             argument="devices",
         )
@@ -621,7 +622,9 @@ def number_of_processes(cluster: ClusterEnvironment) -> int:
 
 
 def find_free_port() -> int:
-    """Return a port that is free now."""
+    """Return ``STANDALONE_PORT`` of the environment if it is set, else a port that is free now."""
+    if port := _number("STANDALONE_PORT"):
+        return port
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -260,7 +260,7 @@ class MPSAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: Devices) -> list[int]:
         """Return the index of the one GPU."""
-        return _parse_indices(devices, 1, "MPS")
+        return _parse_indices(devices, int(MPSAccelerator.is_available()), "MPS")
 
     @staticmethod
     def get_parallel_devices(devices: Devices) -> list[torch.device]:
@@ -314,7 +314,8 @@ def best_accelerator() -> Accelerator:
 
 def _check_kind(accelerator: Accelerator, device: torch.device) -> None:
     if device.type != accelerator.name():
-        raise MisconfigurationException(f"{type(accelerator).__name__}.setup_device({device}): that is another kind.")
+        kind = {"cuda": "GPU"}.get(accelerator.name(), accelerator.name().upper())
+        raise MisconfigurationException(f"Device should be {kind}, got {device} instead.")
 
 
 def whole_number(devices: Any) -> int | None:
@@ -352,11 +353,10 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     if number is not None:
         number = present if number == -1 else number
         if not 1 <= number <= present:
-            raise MisconfigurationException(
-                f"devices={devices!r}: {has}.",
-                fix=f"Use at least 1 and at most {present}, or devices='auto'.",
-                argument="devices",
+            advice = (
+                f"Use at least 1 and at most {present}, or devices='auto'." if present else "Use accelerator='cpu'."
             )
+            raise MisconfigurationException(f"devices={devices!r}: {has}.", fix=advice, argument="devices")
         return list(range(number))
     indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices
     if not isinstance(indices, (list, tuple)):

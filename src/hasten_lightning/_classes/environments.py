@@ -40,21 +40,21 @@ class TorchElasticEnvironment(cluster.TorchElasticEnvironment, metaclass=Facade)
     @property
     def main_address(self) -> str:
         """MASTER_ADDR, which is set to this machine if it is missing."""
-        return _with_default("MASTER_ADDR", "127.0.0.1")
+        return _with_default("MASTER_ADDR", "127.0.0.1", "localhost")
 
     @property
     def main_port(self) -> int:
         """MASTER_PORT, which is set to 12910 if it is missing."""
-        return int(_with_default("MASTER_PORT", "12910"))
+        return int(_with_default("MASTER_PORT", "12910", "12910"))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         self.world_size()  # Has to be known here.
         super().validate_settings(num_devices, num_nodes)
 
 
-def _with_default(name: str, default: str) -> str:
+def _with_default(name: str, default: str, said: str) -> str:
     if name not in os.environ:
-        rank_zero_warn(f"The environment variable {name} is missing, and is set to {default}.")
+        rank_zero_warn(f"{name} environment variable is not defined. Set as {said}")
     return _kept(name, default)
 
 
@@ -86,8 +86,3 @@ class XLAEnvironment(devices.XLAEnvironment, metaclass=Facade):
     def __init__(self) -> None:
         need("torch_xla", purpose="XLAEnvironment")
         super().__init__()
-
-
-def find_free_network_port() -> int:
-    """Return ``STANDALONE_PORT`` of the environment if it is set, else a port that is free now."""
-    return int(os.environ.get("STANDALONE_PORT") or cluster.find_free_port())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.resolve import REGISTERED_STRATEGIES
 from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
-from hasten_lightning._classes.strategies import options_of_ddp
+from hasten_lightning._classes.strategies import OWN_NAMES, options_of_ddp
 from hasten_lightning.facades import Facade, accepted, exactly
 from hasten_lightning.machine.strategy_methods import FabricMethods, FabricShardedMethods
 from hasten_lightning.utilities.enums import Registry, strategies_by_name
@@ -73,6 +73,11 @@ class XLAFSDPStrategy(FabricMethods, xla.XLAFSDPStrategy, metaclass=Facade):
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 StrategyRegistry = Registry(
     "strategy",
-    strategies_by_name((*FACADES, SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy)),
+    strategies_by_name(
+        (*FACADES, SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy),
+        rf"{OWN_NAMES}|single_device|ddp_find_unused_parameters_false|ddp_\w+_find_unused_\w+",
+        dp=(parallel.DataParallelStrategy, {}),
+        single_tpu=(SingleDeviceXLAStrategy, {}),
+    ),
     REGISTERED_STRATEGIES,
 )

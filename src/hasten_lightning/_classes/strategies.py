@@ -46,7 +46,9 @@ class Strategy(TrainerMethods, base.Strategy, metaclass=Facade):
 
 
 class ParallelStrategy(TrainerMethods, parallel.ParallelStrategy, metaclass=Facade):
-    pass
+    # A program wraps its module in ``setup``.
+    wrap = base.Strategy.wrap
+    all_reduce = Strategy.all_reduce
 
 
 class SingleDeviceStrategy(TrainerMethods, single.SingleDeviceStrategy, metaclass=Facade):
@@ -83,8 +85,17 @@ class XLAStrategy(TrainerMethods, xla.XLAStrategy, metaclass=Facade):
 
 
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+# Names that Lightning does not register; hasten takes them all the same.
+OWN_NAMES = "fsdp2|ddp_sharded.*"
 StrategyRegistry = Registry(
-    "strategy", strategies_by_name((*FACADES, SingleDeviceXLAStrategy, XLAStrategy)), REGISTERED_STRATEGIES
+    "strategy",
+    strategies_by_name(
+        (*FACADES, SingleDeviceXLAStrategy, XLAStrategy),
+        f"{OWN_NAMES}|xla_fsdp|deepspeed_stage_1_offload",
+        xla_debug=(XLAStrategy, {"debug": True}),
+        single_tpu=(SingleDeviceXLAStrategy, {}),
+    ),
+    REGISTERED_STRATEGIES,
 )
 
 

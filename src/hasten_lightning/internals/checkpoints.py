@@ -16,7 +16,7 @@ from hasten.module.hparams import construct
 from hasten_lightning.names import VERSION
 
 if TYPE_CHECKING:
-    from hasten.types import MapLocation, PathLike, StorageOptions
+    from hasten.types import MapLocation, PathLike
 
 T = TypeVar("T")
 
@@ -140,17 +140,13 @@ class WrappingCheckpointIO(CheckpointIO):
         elif self._checkpoint_io is None:
             self._checkpoint_io = checkpoint_io
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
-    ) -> None:
-        """Let the wrapped object write."""
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, *args: Any, **kwargs: Any) -> None:
+        """Let the wrapped object write, with the arguments that are given."""
+        self.checkpoint_io.save_checkpoint(checkpoint, path, *args, **kwargs)
 
-    def load_checkpoint(
-        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Let the wrapped object read."""
-        return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+    def load_checkpoint(self, path: PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Let the wrapped object read, with the arguments that are given."""
+        return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Let the wrapped object remove a file."""

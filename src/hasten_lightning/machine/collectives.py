@@ -48,7 +48,8 @@ class Collective(ABC):
 
         """
         if self._group is None:
-            raise make_error(RuntimeError, f"{type(self).__name__} has no group.", fix="Call create_group() first.")
+            name = type(self).__name__
+            raise make_error(RuntimeError, f"`{name}` does not own a group.", fix="Call create_group() first.")
         return self._group
 
     @abstractmethod
@@ -140,7 +141,9 @@ class Collective(ABC):
         """
         if self._group is not None:
             raise make_error(
-                RuntimeError, f"{type(self).__name__} has a group.", fix="Call teardown() before create_group()."
+                RuntimeError,
+                f"`{type(self).__name__}` already owns a group.",
+                fix="Call teardown() before create_group().",
             )
         self._group = self.new_group(**kwargs)
         return self
@@ -153,7 +156,7 @@ class Collective(ABC):
 
         """
         if self._group is None:
-            raise RuntimeError(f"{type(self).__name__} has no group to give back.")
+            raise RuntimeError(f"`{type(self).__name__}` does not own a group to destroy.")
         self.destroy_group(self._group)
         self._group = None
         return self
@@ -182,7 +185,7 @@ class TorchCollective(Collective):
 
     def __init__(self) -> None:
         if not dist.is_available():
-            raise RuntimeError("TorchCollective needs a build of torch with torch.distributed.")
+            raise RuntimeError("Torch distributed is not available: TorchCollective needs a build of torch with it.")
         super().__init__()
 
     @property
@@ -332,13 +335,17 @@ class TorchCollective(Collective):
             return op
         if not isinstance(op, str):
             raise make_error(
-                ValueError, f"op={op!r}:", fix="use a name such as 'sum', or torch.distributed.ReduceOp.", argument="op"
+                ValueError,
+                f"Unsupported op {op!r} of type {type(op).__name__}:",
+                fix="use a name such as 'sum', or torch.distributed.ReduceOp.",
+                argument="op",
             )
         native = getattr(dist.ReduceOp, op.upper(), None)
         if native is None:
             known = [name.lower() for name in dist.ReduceOp.RedOpType.__members__]
             listed = ", ".join(map(repr, known))
-            what, fix = unknown_word(f"op={op!r}", op, known, f"use one of {listed}.")
+            owner = f"op {op.upper()!r} is not a member of `ReduceOp`: op={op!r}"
+            what, fix = unknown_word(owner, op, known, f"use one of {listed}.")
             raise make_error(ValueError, what, fix=fix, argument="op")
         return native
 
@@ -364,11 +371,7 @@ class SingleDeviceCollective(Collective):
     def broadcast(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
         return tensor
 
-    def all_reduce(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
-        return tensor
-
-    def reduce(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
-        return tensor
+    all_reduce = reduce = recv = broadcast
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, **__: object) -> list[Tensor]:
         return [tensor]
@@ -390,19 +393,13 @@ class SingleDeviceCollective(Collective):
     def send(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    def recv(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
-        return tensor
-
-    def barrier(self, *_: object, **__: object) -> None:
-        """Do nothing."""
+    barrier = send
 
     @classmethod
     def is_available(cls) -> bool:
         return True
 
-    @classmethod
-    def is_initialized(cls) -> bool:
-        return True
+    is_initialized = is_available
 
     @classmethod
     def init_group(cls, **_: object) -> None:

@@ -81,6 +81,7 @@ class Methods(Strategy):
     _launcher: Any = None
     _accelerator, _num_nodes, _model = _alias_of("accelerator"), _alias_of("num_nodes"), _alias_of("model")
     _layer_sync, _process_group_backend = _alias_of("layer_sync"), _alias_of("_backend")
+    _parallel_devices, _precision = _alias_of("parallel_devices"), _alias_of("precision_plugin")
 
     @property
     def launcher(self) -> object:
@@ -111,6 +112,17 @@ class Methods(Strategy):
     def handles_gradient_accumulation(self) -> bool:
         """Whether an engine of the strategy accumulates gradients."""
         return self.engine.owns_step
+
+    def teardown(self) -> None:
+        """Release what the strategy holds; a strategy that a program drives itself releases its parts, too."""
+        super().teardown()
+        if self._runtime is None:
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+
+    def _configure_launcher(self) -> None:
+        """Do nothing: for ``super()`` in programs that override it."""
 
     def process_dataloader(self, dataloader: T) -> T:
         """Return the loader as the strategy reads it."""
@@ -192,7 +204,7 @@ class FabricMethods(Methods):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the weights of a module."""
-        if type(module).load_state_dict is nn.Module.load_state_dict:
+        if getattr(type(module), "load_state_dict", None) is nn.Module.load_state_dict:
             self.state.load_state_dict(module, state_dict, strict=strict, source="the checkpoint")
         else:
             module.load_state_dict(state_dict, strict=strict)
@@ -222,7 +234,7 @@ class FabricMethods(Methods):
                 saved = self.get_optimizer_state(value)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
                 saved = value.state_dict()
-            keep = (filter or {}).get(name)
+            keep = (filter or {}).get(name) if isinstance(saved, dict) else None
             contents[name] = saved if keep is None else {key: one for key, one in saved.items() if keep(key, one)}
         if self._runtime is not None:
             self.state.write(path, contents, storage_options)
@@ -263,7 +275,8 @@ class FabricMethods(Methods):
         if strict and (missing := [name for name in state if name not in contents]):
             raise make_error(
                 KeyError,
-                f"{os.fspath(path)} has no {missing[0]!r}. It has {', '.join(map(repr, contents))}.",
+                f"The requested state contains a key {missing[0]!r} that does not exist in the loaded checkpoint "
+                f"{os.fspath(path)}, which has {', '.join(map(repr, contents))}.",
                 fix="Leave the name out of state, or pass strict=False.",
             )
         for name in [name for name in state if name in contents]:
@@ -321,6 +334,10 @@ class TrainerMethods(Methods):
         else:
             self._trainer.lr_scheduler_configs[:] = configs
 
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not exchange gradients with other processes."""
+        return nullcontext() if self.model is None else self.engine.no_sync(self.model)
+
     def model_to_device(self) -> None:
         """Move the module to the device of this process."""
         assert self.lightning_module is not None, "call connect(model) first"
@@ -345,7 +362,7 @@ class TrainerMethods(Methods):
 
     on_train_end = on_validation_start = on_validation_end = on_test_start = on_test_end = on_train_start
     on_predict_start = on_predict_end = on_train_start
-    post_training_step = setup_precision_plugin = _configure_launcher = set_world_ranks = on_train_start
+    post_training_step = setup_precision_plugin = set_world_ranks = on_train_start
     # For a program's ``setup``: the module is wrapped when it is called.
     configure_ddp = _register_ddp_hooks = on_train_start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -95,12 +96,12 @@ class Registry(dict[str, dict[str, Any]]):
 
         """
         if not isinstance(name, str):
-            raise TypeError(f"register({name!r}): the name of a class is a string, not {type(name).__name__}.")
+            raise TypeError(f"`name` must be a str, found {name!r}, of {type(name).__name__}.")
         if (strategy := init_params.pop(self._kind, strategy)) is None:
             return lambda kind: self.register(name, kind, description, override, **init_params)
         if name in self and not override:
             raise MisconfigurationException(
-                f"register({name!r}): there is a {self._kind} of this name. Choose another, or pass override=True."
+                f"{name!r} is already present in the registry. Choose another name, or pass override=True."
             )
         self._add(name, strategy, description, init_params)
         self._made[name.lower()] = functools.partial(strategy, **init_params)
@@ -117,7 +118,7 @@ class Registry(dict[str, dict[str, Any]]):
             return self[name][self._kind](**self[name]["init_params"])
         if default is not None:
             return default
-        raise KeyError(f"{name!r} was not registered. There are: {', '.join(self)}.")
+        raise KeyError(f"{name!r} not found in registry. Available names: {', '.join(self)}.")
 
     def remove(self, name: str) -> None:
         """Take a registered name back."""
@@ -135,15 +136,21 @@ def of_package(name: str) -> Any:
     return made() if callable(made) else made
 
 
-def strategies_by_name(facades: Iterable[Any] = ()) -> dict[str, tuple[Any, dict[str, Any]]]:
+def strategies_by_name(
+    facades: Iterable[Any] = (), without: str = "", **named: tuple[Any, dict[str, Any]]
+) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the class and the arguments of each name of a strategy.
 
     Args:
         facades: classes that take the place of those behind them.
+        without: a regular expression of names to leave out.
+        named: further names.
 
     """
-    named, added = {}, found("hasten.strategies")
+    added = found("hasten.strategies")
     for name in dict.fromkeys((*STRATEGIES, *added)):
+        if re.fullmatch(without, name):
+            continue
         make: Any = of_package
         arguments: dict[str, Any] = {"name": name}
         if name in STRATEGIES:
