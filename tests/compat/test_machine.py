@@ -180,11 +180,21 @@ def test_strategies_and_precisions_of_the_trainer() -> None:
     assert type(trainer.precision_plugin) is Precision
     trainer.strategy.connect(model := BoringModel())
     assert trainer.strategy.lightning_module is model
+    assert trainer.strategy.model is model
     trainer.strategy.setup_optimizers(trainer)
     assert isinstance(trainer.strategy.optimizers[0], torch.optim.SGD)
     assert len(trainer.strategy.lr_scheduler_configs) == 1
     with trainer.precision_plugin.train_step_context(), trainer.strategy.tensor_init_context():
         assert trainer.precision_plugin.connect(model, [], []) == (model, [], [])
+    alone = SingleDeviceStrategy("cpu", precision_plugin=MixedPrecision("16-mixed", "cpu", scaler))
+    alone.connect(model)
+    loss = model.layer(torch.ones(1, 32)).sum()
+    alone.backward(loss, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.layer.bias.grad is not None
+    assert model.layer.bias.grad.tolist() == [scaler.get_scale()] * 2
+    alone.precision_plugin = Mock()
+    alone.optimizer_step(optimizer, closure := Mock())
+    alone.precision_plugin.optimizer_step.assert_called_once_with(optimizer, model=model, closure=closure)
     ddp = DDPStrategy(parallel_devices=[torch.device("cpu")])
     ddp.engine = Mock(no_sync=Mock(return_value=nullcontext("held back")))
     with ddp.block_backward_sync() as nothing_is_wrapped:

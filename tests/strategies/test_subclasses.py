@@ -173,15 +173,22 @@ def test_the_state_of_a_precision_is_saved_and_restored(tmp_path: Path) -> None:
     assert again.done == 4
 
 
-def test_a_precision_is_connected_to_the_optimizers() -> None:
+def test_a_precision_is_connected_to_the_optimizers_and_a_strategy_to_the_module() -> None:
     class Slower(Precision):
         def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
             optimizers[0].param_groups[0]["lr"] = 0.25
             return model, optimizers, lr_schedulers
 
-    trainer = quiet(plugins=[Slower()], max_steps=1)
-    trainer.fit(Classifier(), loader())
+    class Connected(SingleDeviceStrategy):
+        def connect(self, model: Any) -> None:
+            modules.append(model)
+            super().connect(model)
+
+    modules: list[Any] = []
+    trainer = quiet(plugins=[Slower()], max_steps=1, strategy=Connected("cpu"))
+    trainer.fit(model := Classifier(), loader())
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+    assert modules == [model]
 
 
 def test_an_accelerator_that_is_not_there_is_refused() -> None:

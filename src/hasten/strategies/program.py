@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten._lib.names import defined_by_program
+from hasten._lib.names import defined_by_program, has_parameter
 from hasten._lib.tree import move_to
 from hasten.extend.entry_points import load
 from hasten.precision.base import Precision
@@ -110,7 +110,7 @@ class ProgramMethods:
         """Let ``Trainer.save_checkpoint`` save a module that is not in a run yet.
 
         Args:
-            model: the module; None for the module of the run, as when a run begins.
+            model: the module; None for that of the run. A run passes its own when it begins.
 
         """
         self.connected_module = model
@@ -186,12 +186,31 @@ class ProgramMethods:
         if self._runtime is not None:
             self._runtime.engine.backward_for(optimizer, closure_loss, *args, **kwargs)
         else:
-            precision: Any = self.precision_plugin
-            precision.pre_backward(closure_loss, optimizer)
-            precision.backward(closure_loss, optimizer, *args, **kwargs)
-            precision.post_backward(closure_loss, optimizer)
+            self.backward_by_precision(optimizer, closure_loss, *args, **kwargs)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def backward_by_precision(
+        self, target: Optimizer | nn.Module | None, tensor: Tensor, *args: object, **kwargs: object
+    ) -> None:
+        """Compute gradients with the methods of the precision.
+
+        Args:
+            target: see ``backward``.
+            tensor: the loss.
+            args: for ``Tensor.backward``.
+            kwargs: for ``Tensor.backward``.
+
+        """
+        precision: Any = self.precision_plugin
+        model = target if (module := self.lightning_module) is None else module
+        changed = precision.pre_backward(tensor, model)
+        if isinstance(changed, Tensor):
+            tensor = changed
+        if has_parameter(precision.backward, "optimizer"):
+            args = (target, *args)
+        precision.backward(tensor, model, *args, **kwargs)
+        precision.post_backward(tensor, model)
 
     def optimizer_step(
         self,
@@ -212,7 +231,7 @@ class ProgramMethods:
         engine = None if self._runtime is None else self._runtime.engine
         if engine is not None and (step := engine.step_of(optimizer)) is not None:
             return step(closure, **kwargs)
-        if engine is not None and (module := self.lightning_module) is not None:
+        if (module := self.lightning_module) is not None:
             kwargs["model"] = module if model is None else model
         if closure is not None:
             kwargs["closure"] = closure

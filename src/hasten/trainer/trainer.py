@@ -627,7 +627,9 @@ class Trainer(TrainerView):
         if self._arguments.max_epochs_assumed and parts.time_is_limited(self):
             self._change("max_epochs", -1)
         runtime.strategy.join_run(runtime, self)
-        runtime.strategy.connect(None)
+        runtime.strategy.connect(self.lightning_module)
+        # The module of the run counts from now on.
+        runtime.strategy.connected_module = None
         self._logged.forget_callback_values()
         parts.settle_loggers(self._loggers, runtime)
         requeue.count(self.state.fn)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten._lib.names import defined_by_program, has_parameter
+from hasten._lib.names import defined_by_program
 from hasten.hooks import nothing
 from hasten.precision.base import Precision
 
@@ -64,16 +64,7 @@ class ProgramEngine(_Engine):
         if not self._overrides_precision:
             self._inner_backward(tensor, *args, **kwargs)
             return
-        precision: Any = self._owner.precision_plugin
-        module = self._owner.lightning_module
-        model = target if module is None else module
-        changed = precision.pre_backward(tensor, model)
-        if isinstance(changed, Tensor):
-            tensor = changed
-        if has_parameter(precision.backward, "optimizer"):
-            args = (target, *args)
-        precision.backward(tensor, model, *args, **kwargs)
-        precision.post_backward(tensor, model)
+        self._owner.backward_by_precision(target, tensor, *args, **kwargs)
 
     def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return a function that computes gradients with ``function`` inside the overridden methods."""

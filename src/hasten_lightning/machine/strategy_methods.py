@@ -334,6 +334,10 @@ class TrainerMethods(Methods):
         else:
             self._trainer.lr_scheduler_configs[:] = configs
 
+    def connect(self, model: nn.Module | None) -> None:
+        super().connect(model)
+        self.model = self.model if model is None else model
+
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which backward does not exchange gradients with other processes."""
         return nullcontext() if self.model is None else self.engine.no_sync(self.model)
