@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -74,7 +75,7 @@ def test_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strategies_of_fabric_can_be_driven_by_themselves(tmp_path: Path) -> None:
     from lightning.fabric.accelerators import CPUAccelerator
     from lightning.fabric.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, TorchCheckpointIO
-    from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+    from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
     precision, io = MixedPrecision("bf16-mixed", "cpu"), TorchCheckpointIO()
     strategy = SingleDeviceStrategy("cpu", CPUAccelerator(), io, precision)
@@ -115,16 +116,19 @@ def test_strategies_of_fabric_can_be_driven_by_themselves(tmp_path: Path) -> Non
     for wrong in (lambda: FSDPStrategy(precision=HalfPrecision()), lambda: setattr(sharded, "precision", precision)):
         with refused(TypeError, "precision", says="FSDPPrecision"):
             wrong()
-    for error, call in (
-        (TypeError, lambda: sharded.clip_gradients_norm(model, optimizer, 1.0)),
-        (TypeError, lambda: sharded.save_checkpoint(tmp_path, {}, storage_options=1)),
-        (ValueError, lambda: sharded.save_checkpoint(tmp_path, {"model": model})),
-        (ValueError, lambda: sharded.load_checkpoint(tmp_path, {})),
-        (ValueError, lambda: sharded.load_checkpoint(tmp_path, model)),
-        (NotImplementedError, lambda: sharded.load_checkpoint(tmp_path, optimizer)),
-    ):
-        with pytest.raises(error):
-            call()
+    with pytest.raises(TypeError):
+        sharded.clip_gradients_norm(model, optimizer, 1.0)
+    for own in (sharded, ModelParallelStrategy(lambda module, _: module)):
+        for error, call in (
+            (TypeError, partial(own.save_checkpoint, tmp_path, {}, storage_options=1)),
+            (ValueError, partial(own.save_checkpoint, tmp_path, {"model": model})),
+            (ValueError, partial(own.load_checkpoint, tmp_path, {})),
+            (ValueError, partial(own.load_checkpoint, tmp_path, {"model": model})),
+            (ValueError, partial(own.load_checkpoint, tmp_path, model)),
+            (NotImplementedError, partial(own.load_checkpoint, tmp_path, optimizer)),
+        ):
+            with pytest.raises(error):
+                call()
     assert DDPStrategy(parallel_devices=[torch.device("cpu")]).launcher is not None
 
 

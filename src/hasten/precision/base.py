@@ -117,7 +117,10 @@ class Precision:
         if self.scaler is None:
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise WrongType("LBFGS computes the loss several times in a step, which a scaler does not allow.")
+            raise WrongType(
+                "AMP and the LBFGS optimizer are not compatible: it computes the loss several times in a step, which a "
+                "scaler does not allow."
+            )
         if closure is not None and closure() is None and getattr(model, "automatic_optimization", False):
             return None
         result = self.scaler.step(optimizer, **kwargs)
@@ -141,7 +144,7 @@ class Precision:
         if torch_private.unscales_itself(optimizer):
             raise make_error(
                 NotImplementedError,
-                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before.",
+                f"Gradient clipping is not implemented: {type(optimizer).__name__} unscales its gradients in its step.",
                 fix="Use one without fused=True.",
             )
         self.scaler.unscale_(optimizer)
@@ -165,7 +168,8 @@ class Precision:
         if self.scaler is not None and torch_private.unscales_itself(optimizer):
             raise make_error(
                 RuntimeError,
-                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before.",
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it "
+                "performs unscaling of gradients internally.",
                 fix="Use one without fused=True.",
             )
         clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm

@@ -9,7 +9,7 @@ from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning._classes.strategies import OWN_NAMES, options_of_ddp
 from hasten_lightning.facades import Facade, accepted, exactly
-from hasten_lightning.machine.strategy_methods import FabricMethods, FabricShardedMethods
+from hasten_lightning.machine.strategy_methods import FabricFolderMethods, FabricMethods, FabricShardedMethods
 from hasten_lightning.utilities.enums import Registry, strategies_by_name
 from hasten_xla import strategies as xla
 
@@ -44,7 +44,7 @@ class FSDPStrategy(FabricShardedMethods, fsdp.FSDPStrategy, metaclass=Facade):
         super().__init__(**accepted(FSDPStrategy, given), **kwargs)
 
 
-class ModelParallelStrategy(FabricMethods, model_parallel.ModelParallelStrategy, metaclass=Facade):
+class ModelParallelStrategy(FabricFolderMethods, model_parallel.ModelParallelStrategy, metaclass=Facade):
     pass
 
 

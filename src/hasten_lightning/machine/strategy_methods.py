@@ -7,7 +7,7 @@ programs that drive a strategy themselves or extend it with ``super()``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hasten._lib.errors import make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import is_sharded
 from hasten.extend.origin import names_in
 from hasten.optim import parse
 from hasten.precision.base import Precision
@@ -451,7 +452,76 @@ def _refuse_storage_options(owner: object, storage_options: object) -> None:
         )
 
 
-class FabricShardedMethods(FullyShardedMethods, FabricMethods):
+class FabricFolderMethods(FabricMethods):
+    """Methods of Fabric's strategies whose checkpoints all processes write."""
+
+    __slots__ = ()
+
+    def save_checkpoint(  # type: ignore[override]  # as Lightning's
+        self, path: PathLike, state: State, storage_options: StorageOptions = None, filter: Filter | None = None
+    ) -> None:
+        """Write a checkpoint with one sharded module; see ``FabricMethods.save_checkpoint``.
+
+        Raises:
+            TypeError: there are ``storage_options``.
+            ValueError: no module of ``state`` is sharded, or several are.
+
+        """
+        _refuse_storage_options(self, storage_options)
+        self._require_one_sharded(state)
+        super().save_checkpoint(path, state, None, filter)
+
+    def load_checkpoint(  # type: ignore[override]  # as Lightning's
+        self,
+        path: PathLike,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint into objects, in place; see ``FabricMethods.load_checkpoint``.
+
+        Raises:
+            NotImplementedError: ``state`` is an optimizer.
+            ValueError: ``state`` has not one sharded module, or ``path`` is not a checkpoint for it.
+
+        """
+        call = f"{type(self).__name__}.load_checkpoint"
+        if not state:
+            raise make_error(
+                ValueError,
+                f"{call}(state={state!r}):",
+                fix="give the objects to load into, for instance {'model': model}.",
+                argument="state",
+            )
+        if isinstance(state, Optimizer):
+            raise make_error(
+                NotImplementedError,
+                f"{call}(state=optimizer):",
+                fix="give {'optimizer': optimizer}.",
+                argument="state",
+            )
+        if isinstance(state, nn.Module):
+            if not Path(path).is_file():
+                raise ValueError(f"{call}({os.fspath(path)!r}): for a module, give one file.")
+        else:
+            self._require_one_sharded(state)
+            _require_checkpoint(path)
+        return super().load_checkpoint(path, state, strict, weights_only)
+
+    def _require_one_sharded(self, state: State) -> None:
+        fully = isinstance(self, FullyShardedMethods)
+        if not fully and self._runtime is not None:
+            return  # One process may have whole parameters.
+        found = [name for name, value in state.items() if isinstance(value, nn.Module) and _is_sharded(value)]
+        if len(found) != 1:
+            kind = "FSDP" if fully else "distributed"
+            what = f"Found multiple {kind} models in" if found else f"Could not find a {kind} model in"
+            raise make_error(
+                ValueError, f"{what} the state of a checkpoint: {found}.", fix="Give one module that setup returned."
+            )
+
+
+class FabricShardedMethods(FullyShardedMethods, FabricFolderMethods):
     """Methods of ``FSDPStrategy`` for Fabric."""
 
     __slots__ = ()
@@ -470,7 +540,7 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
             TypeError: the module was not set up.
 
         """
-        if not _sharded_parts(module):
+        if not _is_sharded(module):
             raise make_error(
                 TypeError,
                 f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded.",
@@ -478,73 +548,12 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
             )
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
-    def save_checkpoint(  # type: ignore[override]  # as Lightning's
-        self, path: PathLike, state: State, storage_options: StorageOptions = None, filter: Filter | None = None
-    ) -> None:
-        """Write a checkpoint with one sharded module; see ``FabricMethods.save_checkpoint``.
 
-        Raises:
-            TypeError: there are ``storage_options``.
-            ValueError: no module of ``state`` is sharded, or several are.
-
-        """
-        _refuse_storage_options(self, storage_options)
-        _require_one_sharded(state)
-        super().save_checkpoint(path, state, None, filter)
-
-    def load_checkpoint(  # type: ignore[override]  # as Lightning's
-        self,
-        path: PathLike,
-        state: nn.Module | Optimizer | dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read a checkpoint into objects, in place; see ``FabricMethods.load_checkpoint``.
-
-        Raises:
-            NotImplementedError: ``state`` is an optimizer.
-            ValueError: ``state`` has not one sharded module, or ``path`` is not a checkpoint for it.
-
-        """
-        if not state:
-            raise make_error(
-                ValueError,
-                f"FSDPStrategy.load_checkpoint(state={state!r}):",
-                fix="give the objects to load into, for instance {'model': model}.",
-                argument="state",
-            )
-        if isinstance(state, Optimizer):
-            raise make_error(
-                NotImplementedError,
-                "FSDPStrategy.load_checkpoint(state=optimizer):",
-                fix="give {'optimizer': optimizer}.",
-                argument="state",
-            )
-        if isinstance(state, nn.Module):
-            if not Path(path).is_file():
-                raise ValueError(f"FSDPStrategy.load_checkpoint({os.fspath(path)!r}): for a module, give one file.")
-        else:
-            _require_one_sharded(state)
-            _require_checkpoint(path)
-        return super().load_checkpoint(path, state, strict, weights_only)
-
-
-def _sharded_parts(module: object) -> list[nn.Module]:
+def _is_sharded(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    parts: Iterable[nn.Module] = module.modules() if isinstance(module, nn.Module) else ()
-    return [part for part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
-
-
-def _require_one_sharded(state: State) -> None:
-    found = [name for name, value in state.items() if _sharded_parts(value)]
-    if len(found) != 1:
-        what = "no module that is sharded" if not found else f"several sharded modules: {', '.join(found)}"
-        raise make_error(
-            ValueError,
-            f"FSDPStrategy: the state of a checkpoint has {what}.",
-            fix="Give one module that setup returned.",
-        )
+    parts = (FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(part, parts) for part in module.modules()) or any(map(is_sharded, module.parameters()))
 
 
 def _require_checkpoint(path: PathLike) -> None:
