@@ -13,6 +13,8 @@ import torch
 from tests.refusals import refused, warned
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hasten import Fabric, Trainer
+from hasten._lib.rank_zero import rank_zero_only
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from hasten.machine.cluster import (
     KubeflowEnvironment,
@@ -104,6 +106,15 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_NAME", "LOCAL_RANK", "RANK", "WORLD_SIZE",
                  "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
+
+
+def test_the_process_that_starts_those_of_another_machine_knows_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    monkeypatch.setenv("NODE_RANK", "1")
+    for kind in (Trainer, Fabric):
+        made = kind(accelerator="cpu", devices=2, num_nodes=2, strategy="ddp")
+        assert (made.global_rank, made.local_rank, made.is_global_zero) == (2, 0, False)
+    assert rank_zero_only.rank == 2
 
 
 def test_without_a_cluster_hasten_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

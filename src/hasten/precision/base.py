@@ -168,8 +168,8 @@ class Precision:
         if self.scaler is not None and torch_private.unscales_itself(optimizer):
             raise make_error(
                 RuntimeError,
-                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because it "
-                "performs unscaling of gradients internally.",
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping because "
+                "it performs unscaling of gradients internally.",
                 fix="Use one without fused=True.",
             )
         clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm

@@ -235,8 +235,8 @@ class ParallelStrategy(Strategy):
     ) -> None:
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         cluster.set_world_size(self.world_size)
-        if cluster.creates_processes_externally:
-            self._set_rank(cluster.local_rank())
+        # Of the process that starts the others of its machine, too: it is not the first one on every machine.
+        self._set_rank(cluster.local_rank())
 
     def _set_rank(self, local_rank: int) -> None:
         cluster = self.cluster_environment
