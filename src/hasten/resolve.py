@@ -180,8 +180,9 @@ def _once(owner: str, name: str, value: Any, given: Mapping[str, Any]) -> Any:
     """
     if value is not None and name in given:
         where = "accelerator flag" if name == "accelerator" else "plugins"
+        called = "cluster_environment" if name == "cluster" else name
         raise MisconfigurationException(
-            f"{owner}(...): {name} set through both strategy class and {where}: {given[name]!r} and {value!r}.",
+            f"{owner}(...): {called} set through both strategy class and {where}: {given[name]!r} and {value!r}.",
             fix="Leave one out.",
         )
     return given.get(name, value)

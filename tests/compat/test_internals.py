@@ -88,7 +88,7 @@ def test_a_class_that_overrides_loading_reaches_the_loading_of_the_base(tmp_path
 
 
 def test_a_checkpoint_io_around_another_one(tmp_path: Path) -> None:
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
     seen = []
@@ -104,6 +104,8 @@ def test_a_checkpoint_io_around_another_one(tmp_path: Path) -> None:
     assert seen == ["a.ckpt"]
     quiet(max_epochs=2, limit_train_batches=1, plugins=Own()).fit(BoringModel(), ckpt_path=tmp_path / "a.ckpt")
     inner, other = Own(), TorchCheckpointIO()
+    _WrappingCheckpointIO(mocked := mock.Mock(spec=CheckpointIO)).load_checkpoint("a", "cpu")
+    mocked.load_checkpoint.assert_called_once_with("a", "cpu")
     outer = Own(inner)
     outer.checkpoint_io = other
     assert outer.checkpoint_io is inner

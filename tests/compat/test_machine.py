@@ -151,10 +151,10 @@ def test_strategies_and_precisions_of_the_trainer() -> None:
             calls.append("pre_backward")
             return super().pre_backward(tensor, module)
 
-        def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            assert isinstance(optimizer, torch.optim.Optimizer)
+        def backward(self, tensor: Any, model: Any, third: Any, *args: Any, **kwargs: Any) -> None:
+            assert isinstance(third, torch.optim.Optimizer)
             calls.append("backward")
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            super().backward(tensor, model, third, *args, **kwargs)
 
     class Own(SingleDeviceStrategy):
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

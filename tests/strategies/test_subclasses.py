@@ -16,7 +16,7 @@ from tests.refusals import refused
 import hasten as L
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import CPUAccelerator
-from hasten.plugins import MixedPrecision, Precision, TorchCheckpointIO
+from hasten.plugins import AsyncCheckpointIO, CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
 from hasten.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from hasten.utilities.exceptions import MisconfigurationException
 
@@ -171,6 +171,28 @@ def test_the_state_of_a_precision_is_saved_and_restored(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     later.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
     assert again.done == 4
+
+
+def test_a_checkpoint_io_knows_what_is_in_its_places(tmp_path: Path) -> None:
+    class Memory(CheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            kept[str(path)] = checkpoint
+
+        def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+            return kept[str(path)]
+
+        def remove_checkpoint(self, path: Any) -> None:
+            del kept[str(path)]
+
+    kept: dict[str, Any] = {}
+    trainer, place = quiet(plugins=Memory(), max_epochs=1), tmp_path / "absent" / "a"
+    trainer.fit(Classifier(), loader())
+    trainer.save_checkpoint(place)
+    later = quiet(plugins=AsyncCheckpointIO(Memory()), max_epochs=2)
+    later.fit(Classifier(), loader(), ckpt_path=place)
+    assert later.global_step == 2 * trainer.global_step
+    with pytest.raises(KeyError):
+        later.validate(Classifier(), loader(), ckpt_path=tmp_path / "b")
 
 
 def test_a_precision_is_connected_to_the_optimizers_and_a_strategy_to_the_module() -> None:

@@ -457,7 +457,9 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
             )
         _warn_of_several(trainer, str(best))
         return str(best)
-    if "://" not in text and not present(text):
+    io = trainer.strategy.checkpoint_io
+    # Only a CheckpointIO of a program knows what is in its places.
+    if "://" not in text and not present(text) and not defined_by_program(io.wrapped or io, "load_checkpoint"):
         raise make_error(
             FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
         )

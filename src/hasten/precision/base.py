@@ -38,6 +38,8 @@ class Precision:
 
     # The type into which parameters that are divided are converted when they are gathered; None for their own.
     param_dtype: torch.dtype | None = None
+    # Whether ``backward`` gets the optimizer after the module, as that of Lightning's Trainer does.
+    backward_takes_optimizer: bool = False
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device can compute in this precision.

@@ -207,7 +207,7 @@ class ProgramMethods:
         changed = precision.pre_backward(tensor, model)
         if isinstance(changed, Tensor):
             tensor = changed
-        if has_parameter(precision.backward, "optimizer"):
+        if precision.backward_takes_optimizer or has_parameter(precision.backward, "optimizer"):
             args = (target, *args)
         precision.backward(tensor, model, *args, **kwargs)
         precision.post_backward(tensor, model)

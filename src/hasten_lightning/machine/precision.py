@@ -21,6 +21,8 @@ class TrainerPrecisionMethods(Precision):
     # Objects keep the layout of hasten's classes.
     __slots__ = ()
 
+    backward_takes_optimizer = True
+
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
