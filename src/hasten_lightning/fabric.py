@@ -165,7 +165,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
         if isinstance(target, nn.Module) and (own := self._own("load_module_state_dict")):
-            own.load_module_state_dict(target, saved, strict=strict)
+            own.load_module_state_dict(unwrapped(target), saved, strict=strict)
         else:
             super()._load_into(target, saved, strict=strict, path=path)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.errors import ErrorWithFix, make_error
-from hasten._lib.names import nearest
+from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.torch_private import with_versions
 from hasten._lib.tree import as_bytes, move_to, parameters_of
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
@@ -594,3 +595,67 @@ def _digest(gradients: Gradients) -> str:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 digest.update(as_bytes(dense.cpu()).numpy().data)
     return digest.hexdigest()
+
+
+# -- names and objects that a program saves and loads by itself
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def states_of(
+    state: Mapping[str, object],
+    filter: Mapping[str, Callable[[str, Any], bool]] | None,
+    of_module: Callable[[nn.Module], Any],
+    of_optimizer: Callable[[Optimizer], Any],
+) -> dict[str, Any]:
+    """Return the contents of a checkpoint: the state of each object that has one, other values unchanged."""
+    contents = {}
+    for name, value in state.items():
+        saved: Any = value
+        if isinstance(value, nn.Module):
+            saved = of_module(value)
+        elif isinstance(value, Optimizer):
+            saved = of_optimizer(value)
+        elif _is_stateful(value):
+            saved = saved.state_dict()
+        if name in (keep := filter or {}) and isinstance(saved, Mapping):
+            saved = {key: entry for key, entry in saved.items() if keep[name](key, entry)}
+        contents[name] = saved
+    return contents
+
+
+def restore_objects(
+    state: dict[str, Any],
+    contents: Mapping[str, Any],
+    load_into: Callable[..., object],
+    *,
+    strict: bool,
+    path: str | os.PathLike[str],
+) -> dict[str, Any]:
+    """Give objects of ``state`` what a checkpoint has under their names, by ``load_into``; return the rest.
+
+    Raises:
+        KeyError: ``strict``, and the file at ``path`` does not have one of the names.
+
+    """
+    missing = [name for name in state if name not in contents]
+    if missing and strict:
+        raise make_error(
+            KeyError,
+            f"The requested state contains a key {missing[0]!r} that does not exist in the loaded checkpoint "
+            f"{os.fspath(path)}.",
+            fix=(
+                f"{did_you_mean(missing[0], contents)} It has: {', '.join(map(repr, contents))}. Leave the name "
+                "out of state, or pass strict=False."
+            ),
+        )
+    rest = dict(contents)
+    for name in [name for name in state if name in contents]:
+        saved, target = rest.pop(name), state[name]
+        if isinstance(target, nn.Module) or _is_stateful(target):
+            load_into(target, saved, strict=strict, path=path)
+        else:
+            state[name] = saved
+    return rest

@@ -24,6 +24,7 @@ from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_deprecation, rank_zero_warn, warn_once
 from hasten._lib.tree import map_leaves, map_tensors
 from hasten.arguments import check_speed
+from hasten.checkpoint.contents import restore_objects, states_of
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import in_lightnings_order, prepare, with_seeded_workers
 from hasten.elsewhere import conventions
@@ -765,7 +766,9 @@ class Fabric(RuntimeView):
             OSError: the file could not be written; the previous one is untouched.
 
         """
-        self._runtime.save(path, _collect(unwrapped(state), filter, self.strategy))
+        state_io, given = self.strategy.state, unwrapped(state)
+        _check_state(given, filter)
+        self._runtime.save(path, states_of(given, filter, state_io.state_dict, state_io.optimizer_state))
 
     def load(
         self,
@@ -791,9 +794,11 @@ class Fabric(RuntimeView):
         """
         check.path("Fabric.load", "path", path)
         contents = self._runtime.load(path, weights_only=weights_only)
-        rest = contents if not state else self._restore(state, contents, strict=strict, path=path)
+        if state:
+            check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
+            contents = restore_objects(state, contents, self._load_into, strict=strict, path=path)
         self._runtime.barrier("load")
-        return rest
+        return contents
 
     def load_raw(
         self, path: PathLike, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
@@ -807,33 +812,10 @@ class Fabric(RuntimeView):
             weights_only: see ``load``.
 
         """
-        self._load_into(unwrapped(obj), self._runtime.load(path, weights_only=weights_only), strict=strict, path=path)
-
-    def _restore(
-        self, state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: PathLike
-    ) -> dict[str, Any]:
-        """Load ``contents`` into the objects of ``state``; return the rest."""
-        check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
-        missing = [name for name in state if name not in contents]
-        if missing and strict:
-            raise make_error(
-                KeyError,
-                f"{os.fspath(path)} has no {missing[0]!r}.",
-                fix=(
-                    f"{did_you_mean(missing[0], contents)} It has: {', '.join(map(repr, contents))}. Leave the name "
-                    "out of state, or pass strict=False."
-                ),
-            )
-        rest = dict(contents)
-        for name in [name for name in state if name in contents]:
-            saved, target = rest.pop(name), unwrapped(state[name])
-            if isinstance(target, nn.Module) or _is_stateful(target):
-                self._load_into(target, saved, strict=strict, path=path)
-            else:
-                state[name] = saved
-        return rest
+        self._load_into(obj, self._runtime.load(path, weights_only=weights_only), strict=strict, path=path)
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
+        target = unwrapped(target)
         if isinstance(target, nn.Module):
             self.strategy.state.load_module(target, saved, strict=strict, source=os.fspath(path))
         elif isinstance(target, Optimizer):
@@ -904,12 +886,7 @@ def _as_number(name: str, value: Tensor) -> Any:
 # -- objects to the contents of a checkpoint, and back
 
 
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _collect(state: object, filter: Any, strategy: Strategy) -> dict[str, Any]:
-    """Return the contents of a checkpoint: the ``state_dict`` of each object that has one, other values unchanged."""
+def _check_state(state: object, filter: Any) -> None:
     check.instance("Fabric.save", "state", state, Mapping, _STATE)
     assert isinstance(state, Mapping)
     check.instance("Fabric.save", "filter", filter, dict, "a dict of names and functions", allow_none=True)
@@ -922,19 +899,6 @@ def _collect(state: object, filter: Any, strategy: Strategy) -> dict[str, Any]:
                 argument="filter",
             )
         check.callable_("Fabric.save", f"filter[{name!r}]", function, allowed="a function of (key, value)")
-    contents: dict[str, Any] = {}
-    for name, value in state.items():
-        saved = value
-        if isinstance(value, nn.Module):
-            saved = strategy.state.state_dict(value)
-        elif isinstance(value, Optimizer):
-            saved = strategy.state.optimizer_state(value)
-        elif _is_stateful(value):
-            saved = value.state_dict()
-        if name in (filter or {}) and isinstance(saved, Mapping):
-            saved = {key: entry for key, entry in saved.items() if filter[name](key, entry)}
-        contents[name] = saved
-    return contents
 
 
 _STATE = "a dict of names and objects, such as {'model': model}"

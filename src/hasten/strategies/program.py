@@ -193,15 +193,7 @@ class ProgramMethods:
     def backward_by_precision(
         self, target: Optimizer | nn.Module | None, tensor: Tensor, *args: object, **kwargs: object
     ) -> None:
-        """Compute gradients with the methods of the precision.
-
-        Args:
-            target: see ``backward``.
-            tensor: the loss.
-            args: for ``Tensor.backward``.
-            kwargs: for ``Tensor.backward``.
-
-        """
+        """Compute gradients with the methods of the precision; ``target`` is what ``backward`` gets as optimizer."""
         precision: Any = self.precision_plugin
         model = target if (module := self.lightning_module) is None else module
         changed = precision.pre_backward(tensor, model)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten.machine.launch import RunScriptAgain
 from hasten.machine.spawn import StartCopies
@@ -103,14 +104,7 @@ class MultiProcessingLauncher(LauncherBase):
     def __init__(
         self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
     ) -> None:
-        known = multiprocessing.get_all_start_methods()
-        if start_method not in known:
-            raise make_error(
-                ValueError,
-                f"start_method={start_method!r}:",
-                fix=f"use one of {', '.join(map(repr, known))}.",
-                argument="start_method",
-            )
+        check.one_of(type(self).__name__, "start_method", start_method, multiprocessing.get_all_start_methods())
         self._strategy, self._start_method = strategy, start_method
         self.procs: list[Any] = []
 

@@ -19,6 +19,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import is_sharded
+from hasten.checkpoint.contents import restore_objects, states_of
 from hasten.extend.origin import names_in
 from hasten.optim import parse
 from hasten.precision.base import Precision
@@ -226,17 +227,7 @@ class FabricMethods(Methods):
             filter: for a name of ``state``, which of its entries are kept.
 
         """
-        contents = {}
-        for name, value in state.items():
-            saved: Any = value
-            if isinstance(value, nn.Module):
-                saved = self.get_module_state_dict(value)
-            elif isinstance(value, Optimizer):
-                saved = self.get_optimizer_state(value)
-            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                saved = value.state_dict()
-            keep = (filter or {}).get(name) if isinstance(saved, dict) else None
-            contents[name] = saved if keep is None else {key: one for key, one in saved.items() if keep(key, one)}
+        contents = states_of(state, filter, self.get_module_state_dict, self.get_optimizer_state)
         if self._runtime is not None:
             self.state.write(path, contents, storage_options)
         elif self.is_global_zero:
@@ -267,30 +258,18 @@ class FabricMethods(Methods):
             contents = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if not state:
             return contents
-        if isinstance(state, nn.Module):
-            self.load_module_state_dict(state, contents, strict=strict)
+        if isinstance(state, (nn.Module, Optimizer)):
+            self._load_into(state, contents, strict=strict)
             return {}
-        if isinstance(state, Optimizer):
-            self.state.load_optimizer_state(state, contents)
-            return {}
-        if strict and (missing := [name for name in state if name not in contents]):
-            raise make_error(
-                KeyError,
-                f"The requested state contains a key {missing[0]!r} that does not exist in the loaded checkpoint "
-                f"{os.fspath(path)}, which has {', '.join(map(repr, contents))}.",
-                fix="Leave the name out of state, or pass strict=False.",
-            )
-        for name in [name for name in state if name in contents]:
-            saved, target = contents.pop(name), state[name]
-            if isinstance(target, nn.Module):
-                self.load_module_state_dict(target, saved, strict=strict)
-            elif isinstance(target, Optimizer):
-                self.state.load_optimizer_state(target, saved)
-            elif hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
-                target.load_state_dict(saved)
-            else:
-                state[name] = saved
-        return contents
+        return restore_objects(state, contents, self._load_into, strict=strict, path=path)
+
+    def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike | None = None) -> None:
+        if isinstance(target, nn.Module):
+            self.load_module_state_dict(target, saved, strict=strict)
+        elif isinstance(target, Optimizer):
+            self.state.load_optimizer_state(target, saved)
+        else:
+            target.load_state_dict(saved)
 
 
 class TrainerMethods(Methods):
@@ -526,14 +505,7 @@ class FabricShardedMethods(FullyShardedMethods, FabricFolderMethods):
 
     __slots__ = ()
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
+    def clip_gradients_norm(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Scale the gradients of an optimizer so that their norm is at most ``max_norm``; return the norm before.
 
         Raises:
@@ -546,7 +518,7 @@ class FabricShardedMethods(FullyShardedMethods, FabricFolderMethods):
                 f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded.",
                 fix="Pass the module that setup returned.",
             )
-        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        return super().clip_gradients_norm(module, *args, **kwargs)
 
 
 def _is_sharded(module: nn.Module) -> bool:
