@@ -274,14 +274,7 @@ class TorchCollective(Collective):
     def setup(  # type: ignore[override]  # as Lightning's
         self: OwnsGroup, main_address: str | None = None, main_port: str | None = None, **kwargs: object
     ) -> OwnsGroup:
-        """Join the other processes, unless that has happened.
-
-        Args:
-            main_address: of the first process; the variable ``MASTER_ADDR`` comes before it.
-            main_port: of the first process; the variable ``MASTER_PORT`` comes before it.
-            kwargs: for ``torch.distributed.init_process_group``.
-
-        """
+        """Join the other processes, unless that has happened; ``MASTER_ADDR`` and ``MASTER_PORT`` come first."""
         if self.is_initialized():
             return self
         with ExitStack() as undo:

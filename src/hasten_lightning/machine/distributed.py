@@ -27,14 +27,9 @@ def init_dist_connection(
     world_size: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Join the process group, unless that has happened.
+    """Join the process group, unless that has happened; ``kwargs`` are for ``torch.distributed.init_process_group``.
 
-    Args:
-        cluster_environment: the address of the first process, and what the next arguments leave out.
-        torch_distributed_backend: "gloo", "nccl", ....
-        global_rank: of this process.
-        world_size: the number of processes.
-        kwargs: for ``torch.distributed.init_process_group``.
+    The cluster environment has the address of the first process, and the rank and the number that are left out.
 
     Raises:
         RuntimeError: this build of torch has no ``torch.distributed``.
@@ -69,10 +64,7 @@ def default_process_group_backend_for_device(device: torch.device) -> str:
 def sync_ddp(result: Tensor, group: Group = None, reduce_op: ReduceOperation | None = None) -> Tensor:
     """Reduce a tensor over the processes, in place, and return it; without a process group, return it unchanged.
 
-    Args:
-        result: the tensor; a mean of whole numbers is cut to one.
-        group: the processes; all by default.
-        reduce_op: see ``hasten.Fabric.all_reduce``; "sum" by default.
+    ``reduce_op`` is that of ``hasten.Fabric.all_reduce``, "sum" by default. A mean of whole numbers is cut to one.
 
     """
     reduced: Tensor = collectives.all_reduce(result, reduce_op or "sum", device=result.device, group=group)
@@ -82,10 +74,7 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: ReduceOperation | N
 def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads: bool = False) -> Tensor:
     """Return the tensors of all processes, stacked; without a process group, return the tensor unchanged.
 
-    Args:
-        tensor: of the same shape on all processes.
-        group: the processes; all by default.
-        sync_grads: let gradients flow back to the processes that the tensors came from.
+    With ``sync_grads``, gradients flow back to the processes that the tensors came from.
 
     """
     gathered: Tensor = collectives.all_gather(tensor, device=tensor.device, group=group, sync_grads=sync_grads)

@@ -51,14 +51,7 @@ class LauncherBase(ABC):
 
 
 class SubprocessScriptLauncher(LauncherBase):
-    """The launcher that runs a script again for each process.
-
-    Args:
-        cluster_environment: the ranks of this process.
-        num_processes: the processes of this machine.
-        num_nodes: the number of machines.
-
-    """
+    """The launcher that runs a script again for each process of this machine."""
 
     is_interactive_compatible = False
 
@@ -92,10 +85,6 @@ class SubprocessScriptLauncher(LauncherBase):
 class MultiProcessingLauncher(LauncherBase):
     """The launcher that starts copies of this process.
 
-    Args:
-        strategy: the strategy of the run.
-        start_method: "spawn", "fork" or "forkserver".
-
     Raises:
         ValueError: this system has no such method.
 
@@ -125,12 +114,7 @@ class MultiProcessingLauncher(LauncherBase):
 
 
 class XLALauncher(MultiProcessingLauncher):
-    """The launcher for TPUs.
-
-    Args:
-        strategy: the strategy of the run.
-
-    """
+    """The launcher for TPUs."""
 
     def __init__(self, strategy: ParallelStrategy) -> None:
         super().__init__(strategy, "fork")

@@ -41,16 +41,7 @@ class TrainerPrecisionMethods(Precision):
         *args: object,
         **kwargs: object,
     ) -> None:
-        """Compute gradients with ``backward`` of the module.
-
-        Args:
-            tensor: the loss.
-            model: the module.
-            optimizer: the optimizer that steps next; None with manual optimization.
-            args: for ``Tensor.backward``.
-            kwargs: for ``Tensor.backward``.
-
-        """
+        """Compute gradients of a loss with ``backward`` of the module; ``optimizer`` is the one that steps next."""
         module: Any = model
         module.backward(tensor, *args, **kwargs)
 

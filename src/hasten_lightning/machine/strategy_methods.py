@@ -133,8 +133,7 @@ class Methods(Strategy):
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made on the device and in the precision of the run.
 
-        Args:
-            empty_init: do not initialize parameters, if weights are loaded afterwards.
+        With ``empty_init``, parameters are not initialized, because weights are loaded afterwards.
 
         """
         if self._runtime is not None:
@@ -220,11 +219,8 @@ class FabricMethods(Methods):
     ) -> None:
         """Write a checkpoint; all processes call it.
 
-        Args:
-            path: the file, or the folder where the strategy saves folders.
-            state: names and modules, optimizers, other objects with ``state_dict``, or plain values.
-            storage_options: for ``checkpoint_io``.
-            filter: for a name of ``state``, which of its entries are kept.
+        ``state`` has names and modules, optimizers, other objects with ``state_dict``, or plain values; ``filter`` says
+        for a name which of its entries are kept.
 
         """
         contents = states_of(state, filter, self.get_module_state_dict, self.get_optimizer_state)
@@ -242,11 +238,8 @@ class FabricMethods(Methods):
     ) -> dict[str, Any]:
         """Read a checkpoint into objects, in place; return the remaining entries.
 
-        Args:
-            path: the file or folder.
-            state: names and objects as for ``save_checkpoint``; or a module or an optimizer whose state is the file.
-            strict: raise for names that the checkpoint does not have.
-            weights_only: False also reads Python objects, which can run code: only for files you trust.
+        ``state`` has names and objects as for ``save_checkpoint``, or is the module or optimizer whose state is the
+        file. ``weights_only=False`` also reads Python objects, which can run code: only for files you trust.
 
         Raises:
             KeyError: the checkpoint does not have a name.
@@ -278,12 +271,7 @@ class TrainerMethods(Methods):
     __slots__ = ()
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which tensors and modules are made on the device and in the precision of the run.
-
-        Args:
-            empty_init: do not initialize parameters, if weights are loaded afterwards.
-
-        """
+        """Return a context in which tensors and modules are made; see ``module_init_context``."""
         return self.module_init_context(empty_init)
 
     _lightning_module = property(
@@ -465,20 +453,10 @@ class FabricFolderMethods(FabricMethods):
 
         """
         call = f"{type(self).__name__}.load_checkpoint"
-        if not state:
-            raise make_error(
-                ValueError,
-                f"{call}(state={state!r}):",
-                fix="give the objects to load into, for instance {'model': model}.",
-                argument="state",
-            )
-        if isinstance(state, Optimizer):
-            raise make_error(
-                NotImplementedError,
-                f"{call}(state=optimizer):",
-                fix="give {'optimizer': optimizer}.",
-                argument="state",
-            )
+        if not state or isinstance(state, Optimizer):
+            kind, given = (NotImplementedError, "optimizer") if state else (ValueError, state)
+            fix = "give the objects to load into, for instance {'model': model, 'optimizer': optimizer}."
+            raise make_error(kind, f"{call}(state={given}):", fix=fix, argument="state")
         if isinstance(state, nn.Module):
             if not Path(path).is_file():
                 raise ValueError(f"{call}({os.fspath(path)!r}): for a module, give one file.")
