@@ -39,6 +39,7 @@ from hasten.seed import RandomGenerators, collect_rng_state
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.files import CheckpointIO
     from hasten.runtime import Runtime
     from hasten.trainer import Trainer
 
@@ -412,6 +413,11 @@ def _warn_of_arguments(optimizers: Iterable[Optimizer], saved: Iterable[Mapping[
 # -- from which checkpoint a call starts
 
 
+def _has_own_places(io: CheckpointIO) -> bool:
+    """Return whether a program reads checkpoints itself: then only it knows what is where."""
+    return bool(defined_by_program(io.wrapped or io, "load_checkpoint"))
+
+
 def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, fits: bool = True) -> str | None:
     """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks.
 
@@ -457,9 +463,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
             )
         _warn_of_several(trainer, str(best))
         return str(best)
-    io = trainer.strategy.checkpoint_io
-    # Only a CheckpointIO of a program knows what is in its places.
-    if "://" not in text and not present(text) and not defined_by_program(io.wrapped or io, "load_checkpoint"):
+    if "://" not in text and not present(text) and not _has_own_places(trainer.strategy.checkpoint_io):
         raise make_error(
             FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
         )

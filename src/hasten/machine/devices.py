@@ -346,6 +346,10 @@ def number_of(devices: Devices | None) -> int | None:
     return len(devices) if isinstance(devices, (list, tuple)) else None
 
 
+def _count_to_use(present: int) -> str:
+    return f"Use at least 1 and at most {present}, or devices='auto'." if present else "Use accelerator='cpu'."
+
+
 def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     """Return the device indices for a number, a list or a string such as "0,1"."""
     has = f"this machine has {present} {kind} devices"
@@ -353,9 +357,7 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     if number is not None:
         number = present if number == -1 else number
         if not 1 <= number <= present:
-            advice = (
-                f"Use at least 1 and at most {present}, or devices='auto'." if present else "Use accelerator='cpu'."
-            )
+            advice = _count_to_use(present)
             raise MisconfigurationException(f"devices={devices!r}: {has}.", fix=advice, argument="devices")
         return list(range(number))
     indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices

@@ -54,7 +54,7 @@ class TorchElasticEnvironment(cluster.TorchElasticEnvironment, metaclass=Facade)
 
 def _with_default(name: str, default: str, said: str) -> str:
     if name not in os.environ:
-        rank_zero_warn(f"{name} environment variable is not defined. Set as {said}")
+        rank_zero_warn(f"{name} environment variable is not defined.", fix=f"Set as {said}")
     return _kept(name, default)
 
 
