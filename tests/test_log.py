@@ -307,7 +307,7 @@ def test_a_metric_of_two_stages_is_said() -> None:
     class Shares(Validates):
         def __init__(self) -> None:
             super().__init__()
-            self.mean = torchmetrics.MeanMetric()
+            self.mean, self.steps = torchmetrics.MeanMetric(), list[Any]()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.mean(batch)
@@ -317,9 +317,12 @@ def test_a_metric_of_two_stages_is_said() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.mean(batch)
             self.log("validation", self.mean)
+            self.steps.append(self.trainer.callback_metrics.get("train_step"))
 
+    shares = Shares()
     with warned(UserWarning, says=("log('train'", "training_step", "MeanMetric")):
-        quiet().fit(Shares(), BATCHES, BATCHES)
+        quiet(num_sanity_val_steps=1).fit(shares, BATCHES, BATCHES)
+    assert shares.steps[1:] == [BATCHES[-1].mean()] * len(BATCHES)  # Not what validation has computed since.
 
 
 def test_prog_bar_values_are_on_the_host() -> None:

@@ -186,8 +186,8 @@ class LoggedValue:
                         "object."
                     ),
                 )
-            self.value = value
-            self.weight = 1
+            # The metric may go on in another stage before the value of this step is shown.
+            self.value, self.total, self.weight = value, value._forward_cache, 1
             return None
         if getattr(value, "size", 1) != 1:
             raise _not_scalar(self.name, value)
@@ -201,7 +201,7 @@ class LoggedValue:
 
     def step_value(self) -> Any:
         """Return the latest value, or None if there is none."""
-        return self.value if self.metric is None else self.metric._forward_cache
+        return self.value if self.metric is None else self.total
 
     def epoch_value(self) -> tuple[Any, Any, str]:
         """Return (numerator, weight, reduction); a metric is computed and has weight None."""
@@ -266,10 +266,8 @@ class LoggedValue:
             setattr(self, name, state[name])
         self.metric = metric
         value = move_to(state["value"], device)
-        self.value = value if metric is None else metric
-        if metric is not None and value is not None:
-            self.metric._forward_cache = value
-        self.total, self.weight = move_to(state["total"], device), move_to(state["weight"], device)
+        self.value, self.total = (value, move_to(state["total"], device)) if metric is None else (metric, value)
+        self.weight = move_to(state["weight"], device)
 
 
 class LoggingContext:

@@ -158,6 +158,10 @@ def test_each_file_is_saved_and_removed_once(tmp_path: Path) -> None:
     run(Scripted(), checkpoint, accumulate_grad_batches=2)
     assert checkpoint.saved == [(1, 1), (2, 3)]
     assert names(tmp_path) == ["epoch=0-last.ckpt"]
+    # The only file has the last state, also where the run ends between two saves.
+    checkpoint = Notes(tmp_path / "end", save_last=True, save_top_k=0, every_n_train_steps=3)
+    run(Scripted(), checkpoint)
+    assert checkpoint.saved == [(3, 2), (4, 3)]
     checkpoint = Notes(tmp_path / "more", "{step}")
     run(Scripted(), checkpoint, max_epochs=4)
     assert checkpoint.removed == ["step=4.ckpt", "step=8.ckpt", "step=12.ckpt"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import Classifier, loader
 from tests.refusals import refused, warned
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,6 +18,7 @@ from hasten import Fabric, Trainer
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from hasten.machine.cluster import (
+    ClusterEnvironment,
     KubeflowEnvironment,
     LightningEnvironment,
     LSFEnvironment,
@@ -276,6 +278,18 @@ def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "one")
     with refused(ValueError, says="LOCAL_RANK='one'"):
         find_cluster().local_rank()
+
+
+def test_a_cluster_of_a_program_that_started_another_number_of_processes() -> None:
+    class Mine(SLURMEnvironment):
+        node_rank = local_rank = global_rank = lambda self: 0
+        world_size = lambda self: 3
+        validate_settings = ClusterEnvironment.validate_settings
+
+    for kind in (Trainer, Fabric):
+        made = kind(accelerator="cpu", devices=2, strategy="ddp", plugins=[Mine()])
+        with refused(ValueError, "devices", says=("devices=2", "world size (3)", "Mine")):
+            made.fit(Classifier(), loader(8)) if kind is Trainer else made.launch()
 
 
 def test_what_a_scheduler_set_is_compared_with_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,10 +145,11 @@ def test_an_error_of_a_teardown_ends_the_run_once() -> None:
         heard.append(hook)
         raise ZeroDivisionError
 
-    trainer = quiet(callbacks=[watching(fail, "on_exception", "teardown")], logger=Finalized())
+    told = watching(lambda hook, _: heard.append(hook), "on_exception")
+    trainer = quiet(callbacks=[watching(fail, "teardown"), told], logger=Finalized())
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Classifier(), loader(8))
-    assert heard == ["teardown", "success"]
+    assert heard == ["teardown", "on_exception", "failed"]
     assert (trainer.interrupted, trainer.state.stage) == (True, None)
 
 

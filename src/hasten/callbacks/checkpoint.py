@@ -419,8 +419,12 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer, ranked=self._every_n_epochs > 0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make sure that ``last`` exists."""
-        if self.save_last and self._last_at is None and not self._should_skip_saving_checkpoint(trainer):
+        """Make sure that ``last`` exists; if it is the only file, that it is the last state."""
+        if (
+            self.save_last
+            and (self._last_at is None or not self.save_top_k)
+            and not self._should_skip_saving_checkpoint(trainer)
+        ):
             self._save(trainer, ranked=False, at_once=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

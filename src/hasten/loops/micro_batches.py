@@ -280,7 +280,7 @@ class LoggedParts:
             weighted = [value * weight for (value, _, _), weight in zip(parts.values, weights, strict=True)]
             mean = functools.reduce(operator.add, weighted) / sum(weights)
             if entry.metric is not None:
-                entry.metric._forward_cache = mean
+                entry.total = mean
             else:
                 entry.value = _like(mean, entry.value)
 

@@ -194,10 +194,11 @@ class _ExternalCluster(_FromVariables):
         return _set_by_launcher(self._local_rank[0])
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        _check_world_size(self._launcher, number_of_processes(self), num_devices, num_nodes)
+        check_world_size(self._launcher, number_of_processes(self), num_devices, num_nodes)
 
 
-def _check_world_size(launcher: str, world_size: int, num_devices: int, num_nodes: int) -> None:
+def check_world_size(launcher: str, world_size: int, num_devices: int, num_nodes: int) -> None:
+    """Refuse ``devices`` and ``num_nodes`` that contradict the number of processes that were started."""
     if num_devices * num_nodes != world_size:
         raise make_error(
             ValueError,
@@ -555,7 +556,7 @@ class MPIEnvironment(ClusterEnvironment):
         return list(dict.fromkeys(hosts)).index(hosts[self.global_rank()])
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        _check_world_size("mpirun", self.world_size(), num_devices, num_nodes)
+        check_world_size("mpirun", self.world_size(), num_devices, num_nodes)
 
 
 class ProcessGroupEnvironment(_ExternalCluster):

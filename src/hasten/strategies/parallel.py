@@ -22,7 +22,7 @@ from hasten._lib.rank_zero import rank_zero_only
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from
 from hasten.machine import collectives, watchdog
-from hasten.machine.cluster import LightningEnvironment
+from hasten.machine.cluster import LightningEnvironment, check_world_size, number_of_processes
 from hasten.machine.launch import (
     Launcher,
     RunScriptAgain,
@@ -297,6 +297,8 @@ class ParallelStrategy(Strategy):
     ) -> T:
         cluster = self.cluster_environment
         assert cluster is not None
+        if cluster.creates_processes_externally:
+            check_world_size(type(cluster).__name__, number_of_processes(cluster), self.num_processes, self.num_nodes)
         if collectives.joined() and collectives.world_size() == 1 < self.world_size:
             # Left over from a run of one process.
             collectives.leave()

@@ -765,18 +765,21 @@ class Trainer(TrainerView):
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
         if self._released:
-            # An error of a teardown: the hooks have run as far as the one that raised, and everything is closed.
+            # An error of a teardown: `_release` has said it, and everything is closed.
             self.state.stage = None
             return
         try:
-            self._runtime.finish_saves(failed=True)
-            self._runtime.strategy.on_exception(error)
-            run.hooks.on_exception(error)
+            self._tell(run, error)
         finally:
             try:
                 self._release(run, "aborted" if isinstance(error, KeyboardInterrupt) else "failed")
             finally:
                 self.state.stage = None
+
+    def _tell(self, run: Run, error: BaseException) -> None:
+        self._runtime.finish_saves(failed=True)
+        self._runtime.strategy.on_exception(error)
+        run.hooks.on_exception(error)
 
     def _release(self, run: Run, status: str) -> None:
         try:
@@ -786,6 +789,11 @@ class Trainer(TrainerView):
             self._logged.leave()
             self._released = True
             run.hooks.teardown(self.state.fn or "")
+        except BaseException as error:
+            if self._released and status == "success":
+                status = "failed"
+                self._tell(run, error)
+            raise
         finally:
             for source in run.data.all():
                 source.close()
