@@ -282,9 +282,11 @@ def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_cluster_of_a_program_that_started_another_number_of_processes() -> None:
     class Mine(SLURMEnvironment):
-        node_rank = local_rank = global_rank = lambda self: 0
-        world_size = lambda self: 3
         validate_settings = ClusterEnvironment.validate_settings
+        node_rank = local_rank = global_rank = lambda self: 0
+
+        def world_size(self) -> int:
+            return 3
 
     for kind in (Trainer, Fabric):
         made = kind(accelerator="cpu", devices=2, strategy="ddp", plugins=[Mine()])
