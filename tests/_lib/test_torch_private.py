@@ -353,6 +353,11 @@ def test_files_and_the_processor() -> None:
     assert "torch._utils._rebuild_tensor_v2" in allowed
     info = torch_private.storage_info("file", 1, 2)
     assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
+    scores = torch.randn(2, 5, requires_grad=True)
+    probabilities = scores.softmax(-1)
+    gradient = torch.randn(2, 5)
+    (expected,) = torch.autograd.grad(probabilities, scores, gradient)
+    assert torch.equal(torch_private.softmax_backward(gradient, probabilities.detach()), expected)
     assert isinstance(torch_private.cpu_multiplies_bfloat16(), bool)
     assert isinstance(torch_private.cpu_multiplies_tf32(), bool)
     assert isinstance(torch_private.cpu_has_amx(), bool)

@@ -89,6 +89,15 @@ def test_products_are_as_exact_as_attention_that_is_written_out(
     assert all(one < 1.5 * other + 1e-3 for one, other in zip(ours, written_out, strict=True))
 
 
+def test_where_one_key_has_all_the_weight_nothing_but_the_value_has_a_gradient() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, tokens, 16, requires_grad=True) for tokens in (24, 1, 1))
+    kept = fast_attention()
+    _, d_query, d_key, d_value = attended([query, key, value])
+    del kept
+    assert [bool(each.any()) for each in (d_query, d_key, d_value)] == [False, False, True]
+
+
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_results_lie_in_memory_as_torchs_do(heads_first: bool) -> None:
     tensors = inputs()

@@ -535,9 +535,15 @@ def allowed_globals() -> dict[str, Any]:
     return found
 
 
+def softmax_backward(gradient: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the gradient of what a softmax over the last dimension was of, in the memory of ``gradient``."""
+    return torch._softmax_backward_data(gradient, probabilities, -1, gradient.dtype, grad_input=gradient)
+
+
 # -- what the processor can do
 
 
+@functools.cache
 def cpu_multiplies_bfloat16() -> bool:
     """Return whether the CPU has bfloat16 instructions; others take tens of times as long as for 32 bits."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

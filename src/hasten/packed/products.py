@@ -132,20 +132,16 @@ def _attend(
 
 
 def _differentiate(
-    gradient: Tensor, center: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
-    threshold: Tensor, sizes: _Sizes, p: float, scale: float, causal: bool,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor, threshold: Tensor,
+    sizes: _Sizes, p: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the rows of query, key and value.
-
-    ``center`` is the softmax's mean gradient, weighted by the probabilities: the product of two small tensors, result
-    and gradient, summed for each row.
-    """
+    """Return the gradients of the rows of query, key and value."""
     # With a causal mask there are several parts, whose gradients are added.
     make, beta = (torch.zeros_like, 1) if causal else (torch.empty_like, 0)
     d_query, d_key, d_value = torch.empty_like(query), make(key), make(value)
-    tensors = (query, gradient * scale_of(p) if p else gradient, center, d_query), (key, value, d_key, d_value)
+    tensors = (query, gradient * scale_of(p) if p else gradient, d_query), (key, value, d_key, d_value)
     with torch.autocast("cpu", enabled=False):
-        for part, (q, g, c, dq), (k, v, dk, dv) in chain.from_iterable(
+        for part, (q, g, dq), (k, v, dk, dv) in chain.from_iterable(
             group.parts(*tensors) for group in _groups(sizes, causal)[0]
         ):
             probabilities = weights[part.weights].view(part.shape)
@@ -156,7 +152,8 @@ def _differentiate(
                 d_weights.mul_(mask)
                 dropped = mask.mul_(probabilities)
             torch.baddbmm(dv, dropped.transpose(1, 2), g, beta=beta, out=dv)
-            d_scores = d_weights.sub_(c).mul_(probabilities)
+            # Not from the sum of result times gradient: where one key has all the weight, only rounding would be left.
+            d_scores = torch_private.softmax_backward(d_weights, probabilities)
             torch.bmm(d_scores, k, out=dq)
             torch.baddbmm(dk, d_scores.transpose(1, 2), q, beta=beta, out=dk)
     return d_query.mul_(scale), d_key.mul_(scale), d_value
@@ -204,48 +201,45 @@ def _multiple(dtype: torch.dtype) -> int:
 @torch.library.custom_op("hasten::packed_attention", mutates_args=())
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     order = _order(tuple(bounds.tolist()), query.shape[1], _multiple(query.dtype))
     q, k, v = (each.flatten(0, 1).index_select(0, order.there) for each in (query, key, value))
     rows, weights, random, threshold = _attend(q, k, v, order.sizes, p, scale, causal)
-    # The result shares no memory with ``rows``: backward reads them after the caller may have changed the result.
+    # No view: the caller may change the result in place.
     result = rows.new_empty((*query.shape[:2], value.shape[2]))
     torch.index_select(rows, 0, order.back, out=result.view(-1, value.shape[2]))
-    return result, rows, q, k, v, weights, random, threshold
+    return result, q, k, v, weights, random, threshold
 
 
 @_packed.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, heads, _ = query.shape
     pairs = torch.library.get_ctx().new_dynamic_size()
     padded = tokens * heads if _multiple(query.dtype) == 1 else torch.library.get_ctx().new_dynamic_size()
     q, k, v = (each.new_empty((padded, each.shape[2])) for each in (query, key, value))
     random = query.new_empty(pairs if p else 0, dtype=torch.uint8)
     result = query.new_empty((*query.shape[:2], value.shape[2]))
-    return result, query.new_empty(v.shape), q, k, v, query.new_empty(pairs), random, torch.tensor(0)
+    return result, q, k, v, query.new_empty(pairs), random, torch.tensor(0)
 
 
 @torch.library.custom_op("hasten::packed_attention_backward", mutates_args=())
 def _packed_backward(
-    gradient: Tensor, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
-    threshold: Tensor, bounds: Tensor, heads: int, p: float, scale: float, causal: bool,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor, threshold: Tensor,
+    bounds: Tensor, heads: int, p: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     order = _order(tuple(bounds.tolist()), heads, _multiple(query.dtype))
     gradient = gradient.flatten(0, 1).index_select(0, order.there).index_fill_(0, order.padding, 0)
-    center = (gradient * rows).sum(-1, keepdim=True)
-    found = _differentiate(
-        gradient, center, query, key, value, weights, random, threshold, order.sizes, p, scale, causal
-    )
+    found = _differentiate(gradient, query, key, value, weights, random, threshold, order.sizes, p, scale, causal)
     d_query, d_key, d_value = (each.index_select(0, order.back).view(-1, heads, each.shape[1]) for each in found)
     return d_query, d_key, d_value
 
 
 @_packed_backward.register_fake
 def _(
-    gradient: Tensor, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor,
-    threshold: Tensor, bounds: Tensor, heads: int, *_others: Any,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, random: Tensor, threshold: Tensor,
+    bounds: Tensor, heads: int, *_others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d_query, d_key, d_value = (each.new_empty((*gradient.shape[:2], each.shape[1])) for each in (query, key, value))
     return d_query, d_key, d_value
@@ -321,13 +315,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> 
 
 @torch.library.custom_op("hasten::attention_backward", mutates_args=())
 def _batched_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, weights: Tensor, scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    center = (gradient * output).sum(-1, keepdim=True)
-    g, c, q, k, v = (each.flatten(0, 2) for each in (gradient, center, query, key, value))
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    g, q, k, v = (each.flatten(0, 2) for each in (gradient, query, key, value))
     nothing = torch.empty(0, dtype=torch.uint8)
-    found = _differentiate(g, c, q, k, v, weights, nothing, nothing, _sizes_of(query, key), 0.0, scale, causal)
+    found = _differentiate(g, q, k, v, weights, nothing, nothing, _sizes_of(query, key), 0.0, scale, causal)
     d_query, d_key, d_value = (each.view(of.shape) for each, of in zip(found, (query, key, value), strict=True))
     return d_query, d_key, d_value
 
@@ -341,7 +333,7 @@ def _keep_batched(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     query, key, value, ctx.scale, ctx.causal = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output)
+    ctx.save_for_backward(query, key, value, output[1])
 
 
 def _differentiate_batched(ctx: Any, gradient: Tensor | None, _weights: Any) -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ def _can_be_products(query: Tensor, key: Tensor, value: Tensor, is_causal: bool)
         query.dim() == 4
         and query.shape[:2] == key.shape[:2]
         and key.shape[:3] == value.shape[:3]
-        and query.dtype != torch.float64
+        and {query.dtype, key.dtype, value.dtype} <= {torch.bfloat16, torch.float16, torch.float32}
         and query.numel() * key.numel() > 0
         # Blocks of a causal mask are cut at places that are known: no symbols of a compiled program.
         and (not is_causal or all(isinstance(length, int) for length in (query.shape[2], key.shape[2])))

@@ -207,8 +207,8 @@ def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
     formulas = {
         ours.attention: forward,
         ours.attention_backward: backward,
-        ours.packed_attention: lambda q, k, v, *_, out_shape: products(out_shape[5], q, v),
-        ours.packed_attention_backward: lambda g, o, q, k, v, weights, *_, **__: 2 * products(weights, q, v),
+        ours.packed_attention: lambda q, k, v, *_, out_shape: products(out_shape[4], q, v),
+        ours.packed_attention_backward: lambda g, q, k, v, weights, *_, **__: 2 * products(weights, q, v),
         aten._grouped_mm: grouped,
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
