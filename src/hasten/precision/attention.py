@@ -59,7 +59,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu")
-    may_replace = dtype == torch.bfloat16 and not dropout_p and not query.is_nested and _is_short(query, key)
+    may_replace = dtype == torch.bfloat16 and not dropout_p and not query.is_nested
+    may_replace = may_replace and max(query.shape[-2], key.shape[-2]) <= LONGEST
     if may_replace and attn_mask is None and _can_be_products(query, key, value, is_causal):
         q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
         return attend_in_batch(q, k, v, scale=q.size(-1) ** -0.5 if scale is None else scale, causal=is_causal)
@@ -76,10 +77,6 @@ def _attention(
             enable_gqa=enable_gqa,
         )  # fmt: skip
     return attended if attended.dtype == torch.float64 else attended.to(dtype)
-
-
-def _is_short(query: Tensor, key: Tensor) -> bool:
-    return query.shape[-2] <= LONGEST and key.shape[-2] <= LONGEST
 
 
 def _can_be_products(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:

@@ -260,14 +260,8 @@ class PyTorchProfiler(Profiler):
             f"PyTorchProfiler: {batches} batches ({stage}) are not enough steps for the default schedule, which needs "
             f"{_NEEDED}: all of them are recorded.",
         )
-        last = int(batches) - 1
-        self._short[stage] = lambda step: (
-            ProfilerAction.RECORD
-            if step < last
-            else ProfilerAction.RECORD_AND_SAVE
-            if step == last
-            else ProfilerAction.NONE
-        )
+        actions = [ProfilerAction.RECORD] * (int(batches) - 1) + [ProfilerAction.RECORD_AND_SAVE]
+        self._short[stage] = lambda step: actions[step] if step < batches else ProfilerAction.NONE
         self._next = self._short[stage](0)
         self._recorded_stage = stage
         self.profiler.step()

@@ -764,17 +764,14 @@ class Trainer(TrainerView):
 
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
-        if self._released:
-            # An error of a teardown: `_release` has said it, and everything is closed.
-            self.state.stage = None
-            return
         try:
-            self._tell(run, error)
+            if not self._released:  # Otherwise a teardown has failed, and `_release` has said it.
+                try:
+                    self._tell(run, error)
+                finally:
+                    self._release(run, "aborted" if isinstance(error, KeyboardInterrupt) else "failed")
         finally:
-            try:
-                self._release(run, "aborted" if isinstance(error, KeyboardInterrupt) else "failed")
-            finally:
-                self.state.stage = None
+            self.state.stage = None
 
     def _tell(self, run: Run, error: BaseException) -> None:
         self._runtime.finish_saves(failed=True)
