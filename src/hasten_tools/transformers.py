@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten import LightningModule, Trainer, seed_everything
 from hasten._lib.errors import make_error
@@ -57,7 +57,9 @@ _READ = [
     "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps", "eval_delay",
     "eval_on_start", "logging_first_step", "logging_nan_inf_filter", "neftune_noise_alpha", "use_cache",
     # transformers.Trainer does not read these either: scripts do.
-    "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank",
+    "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "overwrite_output_dir",
+    # transformers 4 has these, too. It copies the last three to the fields that took their place.
+    "group_by_length", "length_column_name", "logging_dir", "adafactor", "evaluation_strategy", "no_cuda",
 ]  # fmt: skip
 _INSTEAD = {
     "auto_find_batch_size": "give TransformersTrainer(..., batch_size='auto')",
@@ -76,10 +78,11 @@ _OTHERS = {
 }
 # Methods of transformers.Trainer that read only what TransformersTrainer has, too.
 _BORROWED = (
-    "_determine_best_metric", "call_model_init", "create_optimizer", "create_optimizer_and_scheduler",
-    "create_scheduler", "floating_point_ops", "get_decay_parameter_names", "get_learning_rates",
-    "get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "is_local_process_zero", "is_world_process_zero",
-    "log_metrics", "metrics_format", "num_examples", "pop_callback", "remove_callback", "save_metrics", "save_state",
+    "_determine_best_metric", "_get_train_sampler", "call_model_init", "create_optimizer",
+    "create_optimizer_and_scheduler", "create_scheduler", "floating_point_ops", "get_decay_parameter_names",
+    "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "is_local_process_zero",
+    "is_world_process_zero", "log_metrics", "metrics_format", "num_examples", "pop_callback", "remove_callback",
+    "save_metrics", "save_state",
 )  # fmt: skip
 _OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
 # What a folder of a checkpoint has beside the files of save_model.
@@ -87,7 +90,8 @@ _STATE = "hasten.ckpt"
 _LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
     "comet_ml": lambda args: CometLogger(name=args.run_name),
     "mlflow": lambda args: MLFlowLogger(run_name=args.run_name),
-    "tensorboard": lambda args: TensorBoardLogger(args.output_dir, name="logs"),
+    # Only transformers 4 has a folder for it.
+    "tensorboard": lambda args: TensorBoardLogger(vars(args).get("logging_dir", args.output_dir), name="logs"),
     "wandb": lambda args: WandbLogger(name=args.run_name),
 }
 
@@ -118,6 +122,7 @@ class TransformersTrainer:
     Raises:
         ValueError: a field of ``args`` has a value that hasten does not read; the message names it.
         ModuleNotFoundError: transformers is not installed.
+        ImportError: transformers is older than 4.50.
 
     Example::
 
@@ -152,12 +157,15 @@ class TransformersTrainer:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
-        need("transformers", purpose="TransformersTrainer")
+        version = need("transformers", purpose="TransformersTrainer").__version__
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
         from transformers.trainer_pt_utils import LabelSmoother
 
+        if not hasattr(TrainerState, "best_global_step"):
+            what = f"TransformersTrainer needs transformers 4.50 or a newer one; {version} is installed."
+            raise make_error(ImportError, what, fix="Run: pip install 'transformers>=4.50'")
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args)
         _check_overrides(type(self))
@@ -166,6 +174,8 @@ class TransformersTrainer:
         self.model_init = model_init
         model = model if model_init is None else self.call_model_init()
         _check_model(model, args)
+        # The name in transformers 4.
+        processing_class = processing_class or arguments.pop("tokenizer", None)
         _check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), args)
         self.model: nn.Module = cast(nn.Module, model)
         self.args, self.processing_class = args, processing_class
@@ -448,6 +458,7 @@ class TransformersTrainer:
             # It saves runs that are stopped from outside; events has the others saved.
             stopped = [ModelCheckpoint(args.output_dir, save_top_k=0, every_n_epochs=0)]
         savers = [each for each in (*callbacks, *stopped) if isinstance(each, Checkpoint)]
+        loggers = [_LOGGERS[name](args) for name in args.report_to if name in _LOGGERS]
         given: dict[str, Any] = {
             "max_epochs": -1 if args.max_steps > 0 else math.ceil(args.num_train_epochs),
             "max_steps": args.max_steps if args.max_steps > 0 else -1,
@@ -459,7 +470,7 @@ class TransformersTrainer:
             "accelerator": "cpu" if args.use_cpu else "auto",
             "memory": "full" if args.gradient_checkpointing else None,
             "log_every_n_steps": math.ceil(args.logging_steps) if args.logging_strategy == "steps" else 0,
-            "logger": [CSVLogger(args.output_dir, name="logs"), *(_LOGGERS[name](args) for name in args.report_to)],
+            "logger": [CSVLogger(args.output_dir, name="logs"), *loggers],
             "enable_progress_bar": not args.disable_tqdm,
             "enable_checkpointing": bool(savers),
             "limit_val_batches": 0,
@@ -474,27 +485,22 @@ class TransformersTrainer:
         return {**given, "callbacks": [*callbacks, self.events, *stopped]}
 
     def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
-        from transformers.trainer_pt_utils import LengthGroupedSampler
         from transformers.trainer_utils import RemoveColumnsCollator
 
-        args, collate, sampler = self.args, self.data_collator, None
-        strategy = vars(args).get("train_sampling_strategy", "random")
-        is_stream = isinstance(dataset, IterableDataset)
-        shuffles = training and strategy != "sequential" and not is_stream
-        if shuffles and not dist.is_initialized():
-            # The order of transformers.Trainer.
-            if strategy == "random":
-                samplers = importlib.import_module("accelerate.data_loader")
-                sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
-            else:
-                name = getattr(self.processing_class, "model_input_names", [None])[0]
-                size = args.train_batch_size * args.gradient_accumulation_steps
-                sampler = LengthGroupedSampler(size, dataset, model_input_name=name)
+        args, collate = self.args, self.data_collator
+        # The order of transformers.Trainer.
+        ordered = not training or isinstance(dataset, IterableDataset)
+        sampler, shuffles = None if ordered else self._get_train_sampler(), False
+        if dist.is_initialized():
+            sampler, shuffles = None, not isinstance(sampler, SequentialSampler | None)
+        elif isinstance(sampler, RandomSampler):
+            samplers = importlib.import_module("accelerate.data_loader")
+            sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
         return DataLoader(
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
             sampler=sampler,
-            shuffle=None if is_stream or sampler is not None else shuffles,
+            shuffle=shuffles,
             collate_fn=RemoveColumnsCollator(collate, self.module.columns) if args.remove_unused_columns else collate,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             **{name: getattr(args, f"dataloader_{name}") for name in _OF_LOADERS},
@@ -545,7 +551,7 @@ class _Events(Callback):
 
         owner, args, state, handler = self.owner, self.owner.args, self.owner.state, self.owner.callback_handler
         self.fits, self.planned, state.global_step = True, trainer.estimated_stepping_batches, trainer.global_step
-        state.max_steps = owner._max_steps()
+        state.max_steps, state.epoch = owner._max_steps(), state.epoch or 0
         state.compute_steps(args, state.max_steps)
         if args.logging_strategy == "steps":
             trainer.log_every_n_steps = state.logging_steps
@@ -784,13 +790,16 @@ def _noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
     if alpha is None:
         yield
         return
-    from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
-    handle = activate_neftune(model, alpha)
+    def add_noise(layer: nn.Module, _: object, output: Tensor) -> Tensor | None:
+        size = float(alpha / torch.tensor(output.size(1) * output.size(2)).sqrt())
+        return output + torch.zeros_like(output).uniform_(-size, size) if layer.training else None
+
+    handle = model.get_input_embeddings().register_forward_hook(add_noise)
     try:
         yield
     finally:
-        deactivate_neftune(model, handle)
+        handle.remove()
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -864,5 +873,7 @@ def _check(args: TrainingArguments) -> None:
             raise _refused(name, value, f"Leave it out{instead}.")
     if (strategy := vars(args).get("train_sampling_strategy")) == "batch_rebalance":
         raise _refused("train_sampling_strategy", strategy, "Use another.")
-    if unknown := [name for name in args.report_to if name not in _LOGGERS]:
+    unknown = [name for name in args.report_to if name not in _LOGGERS]
+    # The default of transformers 4 is all that is installed.
+    if unknown and args.report_to != plain.report_to:
         raise _refused("report_to", unknown[0], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.")
