@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,35 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
         make().train()
     with refused(ValueError, "eval_dataset", fix="eval_dataset="):
         TransformersTrainer(language_model(), arguments(tmp_path, eval_strategy="epoch"))
+
+
+@dataclasses.dataclass
+class ArgumentsOfFour(transformers.TrainingArguments):  # type: ignore[misc]
+    """The fields, and defaults, that only transformers 4 has."""
+
+    logging_dir: str | None = None
+    no_cuda: bool = False
+    group_by_length: bool = False
+
+    def __post_init__(self) -> None:
+        self.logging_dir = self.logging_dir or f"{self.output_dir}/runs/{time.time_ns()}"
+        # All that is installed.
+        self.report_to = ["codecarbon", "tensorboard"] if self.report_to in (None, "none") else self.report_to
+        super().__post_init__()
+
+
+def test_arguments_of_transformers_4_work_and_none_of_its_defaults_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, tokenizer = ArgumentsOfFour(str(tmp_path), use_cpu=True, no_cuda=True), object()
+    trainer = TransformersTrainer(nn.Linear(1, 1), args, tokenizer=tokenizer)
+    assert trainer.processing_class is tokenizer
+    assert [str(logger.save_dir) for logger in trainer.trainer.loggers] == [str(tmp_path), args.logging_dir]
+    with refused(ValueError, "report_to", fix="'wandb'"):
+        TransformersTrainer(nn.Linear(1, 1), ArgumentsOfFour(str(tmp_path), use_cpu=True, report_to=["codecarbon"]))
+    monkeypatch.delattr(transformers.TrainerState, "best_global_step")
+    with refused(ImportError, fix="pip install 'transformers>=4.50'"):
+        TransformersTrainer(nn.Linear(1, 1), args)
 
 
 def test_processes_have_to_be_there_before_the_arguments(tmp_path: Path) -> None:

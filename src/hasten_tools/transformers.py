@@ -13,8 +13,8 @@ import shutil
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -174,8 +174,7 @@ class TransformersTrainer:
         self.model_init = model_init
         model = model if model_init is None else self.call_model_init()
         _check_model(model, args)
-        # The name in transformers 4.
-        processing_class = processing_class or arguments.pop("tokenizer", None)
+        processing_class = processing_class or arguments.pop("tokenizer", None)  # its name in transformers 4
         _check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), args)
         self.model: nn.Module = cast(nn.Module, model)
         self.args, self.processing_class = args, processing_class
@@ -237,7 +236,11 @@ class TransformersTrainer:
             align(self.model, self.processing_class)
         self.model.train()
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
-        with _noisy_embeddings(self.model, args.neftune_noise_alpha):
+        noise: Any = nullcontext()
+        if args.neftune_noise_alpha is not None:
+            add = functools.partial(_add_noise, args.neftune_noise_alpha)
+            noise = cast(Any, self.model).get_input_embeddings().register_forward_hook(add)
+        with noise:
             # Evaluations have loaders of their own.
             trainer.fit(self.module, self.get_train_dataloader(), [[None]], ckpt_path=start)
         steps, state = self.state.global_step - events.first_step, self.state
@@ -260,8 +263,10 @@ class TransformersTrainer:
     ) -> dict[str, Any]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
         values: dict[str, Any] = {}
-        for name, data in self._named(self.eval_dataset if eval_dataset is None else eval_dataset).items():
-            found = self._evaluated(self.get_eval_dataloader(data), f"{metric_key_prefix}{name}", ignore_keys)
+        given: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        for name, data in given.items() if isinstance(given, dict) else [("", given)]:
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            found = self._evaluated(self.get_eval_dataloader(data), prefix, ignore_keys)
             self.log(found)
             self.events.call("on_evaluate", metrics=found)
             values |= found
@@ -422,10 +427,6 @@ class TransformersTrainer:
         """Return whether the scheduler steps after each evaluation."""
         is_greedy = type(self.lr_scheduler).__name__ == "GreedyLR"
         return is_greedy or isinstance(self.lr_scheduler, ReduceLROnPlateau)
-
-    def _named(self, data: Any) -> dict[str, Any]:
-        """Return data sets by what follows eval in the names of their values."""
-        return {f"_{name}": data[name] for name in data} if isinstance(data, dict) else {"": data}
 
     def _evaluated(self, loader: DataLoader[Any], prefix: str, ignored: list[str] | None) -> dict[str, Any]:
         module, trainer, began = self.module, self.trainer, time.time()
@@ -784,22 +785,10 @@ class _Module(LightningModule):
         return [owner.optimizer], schedules
 
 
-@contextmanager
-def _noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
-    """Add the noise of NEFTune to the embeddings of a model that trains."""
-    if alpha is None:
-        yield
-        return
-
-    def add_noise(layer: nn.Module, _: object, output: Tensor) -> Tensor | None:
-        size = float(alpha / torch.tensor(output.size(1) * output.size(2)).sqrt())
-        return output + torch.zeros_like(output).uniform_(-size, size) if layer.training else None
-
-    handle = model.get_input_embeddings().register_forward_hook(add_noise)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _add_noise(alpha: float, embeddings: nn.Module, _: object, output: Tensor) -> Tensor | None:
+    """Add the noise of NEFTune (https://huggingface.co/papers/2310.05914) to embeddings that train."""
+    size = float(alpha / torch.tensor(output.size(1) * output.size(2)).sqrt())
+    return output + torch.zeros_like(output).uniform_(-size, size) if embeddings.training else None
 
 
 def _is_sharded(model: nn.Module) -> bool:
