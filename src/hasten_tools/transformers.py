@@ -157,18 +157,15 @@ class TransformersTrainer:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
-        version = need("transformers", purpose="TransformersTrainer").__version__
+        need("transformers", purpose="TransformersTrainer")
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
         from transformers.trainer_pt_utils import LabelSmoother
 
-        if not hasattr(TrainerState, "best_global_step"):
-            what = f"TransformersTrainer needs transformers 4.50 or a newer one; {version} is installed."
-            raise make_error(ImportError, what, fix="Run: pip install 'transformers>=4.50'")
+        _check_overrides(type(self))
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args)
-        _check_overrides(type(self))
         _check_given(model, model_init, eval_dataset, args)
         seed_everything(args.seed, verbose=False)
         self.model_init = model_init
@@ -189,8 +186,9 @@ class TransformersTrainer:
         self.state, self.control = TrainerState(), TrainerControl()
         self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, *optimizers)
         self.events: _Events = _Events(self)
-        others = [each for each in callbacks or () if isinstance(each, Callback)]
-        for each in [*(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]:
+        callbacks = [*(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]
+        others = [each for each in callbacks if isinstance(each, Callback)]
+        for each in callbacks:
             if each not in others:
                 self.add_callback(each)
         joined = dist.is_initialized()
@@ -796,9 +794,12 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _check_overrides(kind: type[TransformersTrainer]) -> None:
-    """Refuse methods of transformers.Trainer that a subclass overrides, and that nothing would call."""
+    """Refuse a transformers that is too old, and methods of its Trainer that a subclass overrides in vain."""
     import transformers
 
+    if not hasattr(transformers.TrainerState, "best_global_step"):
+        what = f"TransformersTrainer needs transformers 4.50 or a newer one, not {transformers.__version__}."
+        raise make_error(ImportError, what, fix="Run: pip install 'transformers>=4.50'")
     for each in kind.__mro__[: kind.__mro__.index(TransformersTrainer)]:
         for name in vars(each):
             if hasattr(transformers.Trainer, name) and not hasattr(TransformersTrainer, name):
@@ -863,6 +864,5 @@ def _check(args: TrainingArguments) -> None:
     if (strategy := vars(args).get("train_sampling_strategy")) == "batch_rebalance":
         raise _refused("train_sampling_strategy", strategy, "Use another.")
     unknown = [name for name in args.report_to if name not in _LOGGERS]
-    # The default of transformers 4 is all that is installed.
-    if unknown and args.report_to != plain.report_to:
+    if unknown and args.report_to != plain.report_to:  # By default, transformers 4 has all that are installed.
         raise _refused("report_to", unknown[0], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.")
