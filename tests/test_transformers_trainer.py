@@ -344,7 +344,7 @@ def test_weights_state_and_events_are_those_of_transformers(
         assert torch.allclose(old, new, atol=1e-6)
     assert results(mine.result.metrics) == pytest.approx(results(theirs.result.metrics), rel=1e-4)
     for row, other in zip(mine.state.log_history, theirs.state.log_history, strict=True):
-        # Older versions round the losses, log no norm where nothing is clipped, and 4.50 logs the rate of the next step.
+        # Older versions round the losses and log no norm where nothing is clipped. 4.50 logs the rate of the next step.
         varied = {"grad_norm", "learning_rate"} if OLD else set()
         expected = {name: value for name, value in results(other).items() if name not in varied}
         found = {name: value for name, value in results(row).items() if name not in varied}
