@@ -190,6 +190,8 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
         ({"tokenizer": object(), "processing_class": object()}, "tokenizer", "processing_class"),
         ({"train_data": []}, "train_data", "'train_dataset'"),
         ({"learning_rate": 1.0}, "learning_rate", "TrainingArguments(learning_rate=...)"),
+        ({"callbacks": [EarlyStopping]}, "callbacks", "[EarlyStopping(...)]"),
+        ({"callbacks": EarlyStopping("eval_loss")}, "callbacks", "a list of callbacks"),
     ]
     for given, argument, fix in refusals:
         with refused(TypeError, argument, fix=fix):
@@ -199,14 +201,18 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
         trainer.push_to_hub
     with refused(AttributeError, fix="for each trial"):
         trainer.hyperparameter_search
-    with refused(TypeError, fix="callbacks=[...]"):
+    with refused(TypeError, "callbacks", fix="callbacks=[EarlyStopping(...)]"):
         trainer.add_callback(EarlyStopping("eval_loss"))
+    with refused(TypeError, "args", fix="TrainingArguments(...)"):
+        TransformersTrainer(language_model(), {"output_dir": tmp_path})
     with refused(ValueError, "eval_dataset", fix="eval_dataset="):
         trainer.evaluate()
     with refused(ValueError, "train_dataset", fix="Samples need labels"):
         trainer.train()
-    with refused(ValueError, "resume_from_checkpoint", fix="Leave it out"):
-        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-3").mkdir(parents=True)
+    for place, says in ((True, "no checkpoint of hasten"), (tmp_path / "checkpoint-33", "'checkpoint-3'")):
+        with refused(ValueError, "resume_from_checkpoint", says=says, fix="Leave it out"):
+            trainer.train(resume_from_checkpoint=place)
     with refused(ValueError, "train_dataset", fix="train_dataset="):
         make().train()
     with refused(ValueError, "eval_dataset", fix="eval_dataset="):
@@ -240,6 +246,18 @@ def test_arguments_of_transformers_4_work_and_none_of_its_defaults_is_refused(
     monkeypatch.delattr(transformers.TrainerState, "best_global_step")
     with refused(ImportError, fix="pip install 'transformers>=4.50'"):
         TransformersTrainer(nn.Linear(1, 1), args)
+
+
+def test_arguments_of_the_trainer_come_before_those_of_transformers(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, "enable_model_summary": False}
+    trainer = TransformersTrainer(
+        language_model(), arguments(tmp_path, num_train_epochs=2, logging_steps=2), train_dataset=texts(), **given
+    )
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.max_steps) == (6, 6)
+    # The schedule ends with the run.
+    assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
+    assert len(trainer.trainer.history["loss"]) == 6
 
 
 def test_processes_have_to_be_there_before_the_arguments(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten import LightningModule, Trainer, seed_everything
+from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.names import nearest
 from hasten._lib.optional import need
@@ -164,6 +166,9 @@ class TransformersTrainer:
         from transformers.trainer_pt_utils import LabelSmoother
 
         _check_overrides(type(self))
+        owner = "TransformersTrainer"
+        check.instance(owner, "args", args, TrainingArguments, "TrainingArguments(...)", allow_none=True)
+        check.instance(owner, "callbacks", callbacks, (list, tuple), "a list of callbacks", allow_none=True)
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args)
         _check_given(model, model_init, eval_dataset, args)
@@ -334,7 +339,8 @@ class TransformersTrainer:
         kind = callback if isinstance(callback, type) else type(callback)
         if not issubclass(kind, TrainerCallback):
             what = f"TransformersTrainer.add_callback(): {kind.__name__} is not a callback of transformers."
-            raise make_error(TypeError, what, fix="Give TransformersTrainer(..., callbacks=[...]) the callback.")
+            fix = f"Write TransformersTrainer(..., callbacks=[{kind.__name__}(...)])."
+            raise make_error(TypeError, what, fix=fix if issubclass(kind, Callback) else "", argument="callbacks")
         self.callback_handler.add_callback(callback)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -405,21 +411,23 @@ class TransformersTrainer:
         """Return the file with the state of the run to resume; that of a run that was stopped may be the newest."""
         if not given or str(given).endswith(".ckpt"):
             return cast("str | None", given or None)
-        folder = glob.escape(self.args.output_dir if given is True else str(given))
-        found = glob.glob(f"{folder}/*.ckpt") + glob.glob(f"{folder}/checkpoint-*/{_STATE}")
+        folder = Path(self.args.output_dir if given is True else given)
+        found = [*folder.glob("*.ckpt"), *folder.glob(f"checkpoint-*/{_STATE}")]
         if not found:
-            what = f"train(resume_from_checkpoint={given!r}): {folder} has no checkpoint of hasten, a .ckpt file."
+            none = f"{folder} has no checkpoint of hasten, a .ckpt file."
+            what = f"train(resume_from_checkpoint={given!r}): {none if folder.is_dir() else files.not_found(folder)}"
             fix = "Leave it out. Of a checkpoint of transformers, from_pretrained reads the model."
             raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
-        return max(found, key=os.path.getmtime)
+        return str(max(found, key=os.path.getmtime))
 
     def _max_steps(self) -> Any:
         """Return the number of steps of the fit that runs, infinite if it is not known."""
         args, planned, trainer = self.args, self.trainer.estimated_stepping_batches, self.trainer
-        if args.max_steps > 0 or args.num_train_epochs == trainer.max_epochs or math.isinf(planned):
+        # Other epochs than those of args may have been given.
+        if args.max_steps > 0 or math.ceil(args.num_train_epochs) != trainer.max_epochs or math.isinf(planned):
             return planned
         each = math.ceil(trainer.num_training_batches / args.gradient_accumulation_steps)
-        return math.ceil(args.num_train_epochs * each)
+        return min(planned, math.ceil(args.num_train_epochs * each))
 
     def waits_for_metric(self) -> bool:
         """Return whether the scheduler steps after each evaluation."""
@@ -552,7 +560,7 @@ class _Events(Callback):
         self.fits, self.planned, state.global_step = True, trainer.estimated_stepping_batches, trainer.global_step
         state.max_steps, state.epoch = owner._max_steps(), state.epoch or 0
         state.compute_steps(args, state.max_steps)
-        if args.logging_strategy == "steps":
+        if args.logging_strategy == "steps" and args.logging_steps < 1:
             trainer.log_every_n_steps = state.logging_steps
         each = trainer.num_training_batches
         self.batches = each if math.isfinite(each) else state.max_steps * args.gradient_accumulation_steps

@@ -263,6 +263,11 @@ def test_what_a_trainer_says_without_a_run() -> None:
     model.trainer = trainer
     with refused(MisconfigurationException, says="not running", fix="from a step"):
         model.log("a", 1.0)
+    trainer.validate(model, loader(8), verbose=False)
+    model.trainer = None
+    with warned(UserWarning, says="not attached to a Trainer"):
+        model.log("a", 1.0)
+    trainer = quiet()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     trainer.optimizers = [optimizer]
     assert trainer.optimizers == [optimizer]

@@ -265,8 +265,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def trainer(self, trainer: Trainer | None) -> None:
         # Not through nn.Module.__setattr__: the Trainer is not a part of the model.
         self.__dict__["_trainer"] = trainer
-        if trainer is not None:
-            self.__dict__["_fabric"] = None
+        self.__dict__["_run_values" if trainer is None else "_fabric"] = None
         for child in self.children():
             if isinstance(child, LightningModule):
                 child.trainer = trainer
