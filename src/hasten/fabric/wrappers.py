@@ -61,7 +61,7 @@ class FabricModule(nn.Module):
             function, module=self._original_module, wrapped=self._forward_module, training=True, convert_outputs=True
         )
         needs_backward = runtime.scaler is not None or runtime.engine.backward_by_program
-        return _only_own_backward(bound, runtime) if needs_backward else bound
+        return _only_fabric_backward(bound, runtime) if needs_backward else bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
@@ -159,8 +159,8 @@ class FabricModule(nn.Module):
             raise AttributeError(name)
         original: nn.Module = own["_original_module"]
         if name in ("device", "dtype") and not hasattr(original, name):
-            first = next(original.parameters(), torch.empty(0, device=own["_runtime"].device))
-            return getattr(first, name)
+            first = next(original.parameters(), None)
+            return getattr(torch.empty(0, device=own["_runtime"].device) if first is None else first, name)
         value = getattr(original, name)
         if not inspect.ismethod(value):
             return value
@@ -195,17 +195,15 @@ def _rebuilt(original: nn.Module, runtime: Runtime) -> FabricModule:
     return FabricModule(original, runtime, original)
 
 
-def _only_own_backward(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Return ``function`` with outputs on which ``loss.backward()`` raises: it must be scaled, or the program's own."""
+def _only_fabric_backward(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Return ``function`` with outputs on which ``loss.backward()`` raises: only ``fabric.backward(loss)`` is right."""
 
     def check(gradient: Tensor) -> None:
         if not runtime.engine.in_backward:
-            why = "the program's backward is left out" if runtime.scaler is None else "the loss must be scaled first"
-            raise make_error(
-                RuntimeError,
-                f"loss.backward() with precision={runtime.precision.precision!r}: {why}.",
-                fix="Call fabric.backward(loss).",
-            )
+            what = "loss.backward() skips backward of the program's strategy or precision."
+            if runtime.scaler is not None:
+                what = f"loss.backward() with precision={runtime.precision.precision!r}: the loss must be scaled first."
+            raise make_error(RuntimeError, what, fix="Call fabric.backward(loss).")
 
     def watch(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
