@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.machine.host import bytes_text
-from hasten_tools.plan import Ledger, PlanError, plan_fit
+from hasten_tools.plan import Ledger, PlanError, plan_fit, simulated
 from hasten_tools.plan.report import parse_size
 from tests.plan import on_two_processes
 from tests.plan.on_two_processes import Transformer, loader, trainer
@@ -106,6 +106,15 @@ def test_tensors_in_a_batch_of_another_class_count() -> None:
         for made, batches in ((_Layers(), data), (HeldLayers(), list(map(_Held, data))))
     ]
     assert found[0].peak == found[1].peak
+
+
+def test_a_batch_that_cannot_be_copied_is_left_as_it_is() -> None:
+    class NoCopy:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("no copies")
+
+    batch = NoCopy()
+    assert simulated.batch_without_data([batch], simulated.fake_mode())[0] is batch
 
 
 def test_accumulation_sends_gradients_once() -> None:

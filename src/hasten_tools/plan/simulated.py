@@ -242,8 +242,8 @@ def batch_without_data(
         if parts > 1 and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples:
             leaf = leaf[: samples // parts]
         copies: dict[int, Any] = {}
-        # A batch of a program's own class, such as a graph, has tensors in its attributes.
-        with FakeCopyMode(mode), suppress(TypeError, copy.Error):
+        # Batches of a program's own class, such as graphs, have tensors in their attributes; some cannot be copied.
+        with FakeCopyMode(mode), suppress(Exception):
             leaf = copy.deepcopy(leaf, copies)
         for each in copies.values():
             if isinstance(each, Tensor):
