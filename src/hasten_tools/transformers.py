@@ -470,7 +470,7 @@ class TransformersTrainer:
             "max_epochs": -1 if args.max_steps > 0 else math.ceil(args.num_train_epochs),
             "max_steps": args.max_steps if args.max_steps > 0 else -1,
             "accumulate_grad_batches": args.gradient_accumulation_steps,
-            # Without a limit, the norm is logged.
+            # An infinite limit clips nothing; it has the norm computed, which is logged.
             "gradient_clip_val": args.max_grad_norm or math.inf,
             "precision": "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else None,
             "matmul_precision": {True: "high", False: "highest", None: None}[args.tf32],

@@ -620,8 +620,9 @@ def states_of(
             saved = of_optimizer(value)
         elif _is_stateful(value):
             saved = saved.state_dict()
-        if name in (keep := filter or {}) and isinstance(saved, Mapping):
-            saved = {key: entry for key, entry in saved.items() if keep[name](key, entry)}
+        keep = (filter or {}).get(name)
+        if keep is not None and isinstance(saved, Mapping):
+            saved = {key: entry for key, entry in saved.items() if keep(key, entry)}
         contents[name] = saved
     return contents
 
