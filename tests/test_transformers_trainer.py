@@ -420,3 +420,18 @@ def test_a_subclass_that_computes_its_loss_and_makes_its_optimizer_and_what_foll
     assert found[1][0] == pytest.approx(found[0][0])
     assert found[1][1:3] == pytest.approx(found[0][1:3])
     assert found[1][3] == found[0][3]
+
+
+def test_the_best_checkpoint_is_known_before_its_folder_is_there(tmp_path: Path) -> None:
+    class Later(TransformersTrainer):
+        """Makes no folder, as all processes but the first."""
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            folders.append(output_dir)
+
+    folders: list[str | None] = []
+    args = arguments(tmp_path, num_train_epochs=1, eval_strategy="epoch", save_strategy="epoch")
+    args.metric_for_best_model = "loss"
+    trainer = Later(language_model(), args, train_dataset=texts(), eval_dataset=DATA[:5], enable_model_summary=False)
+    trainer.train()
+    assert [trainer.state.best_model_checkpoint] == folders == [str(tmp_path / "checkpoint-6")]

@@ -387,7 +387,8 @@ class TransformersTrainer:
         folder = name(state.global_step)
         if not _is_sharded(self.model):
             self.save_model(folder, _internal_call=True)
-        if state.best_global_step and os.path.exists(best := name(state.best_global_step)):
+        # The folder of this step may still be missing: the first process makes it.
+        if (best := name(state.best_global_step)) == folder or os.path.exists(best):
             state.best_model_checkpoint = best
         trainer.save_checkpoint(os.path.join(folder, _STATE), weights_only=args.save_only_model)
         if trainer.is_global_zero:
