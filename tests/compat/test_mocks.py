@@ -257,6 +257,18 @@ def test_pruning_calls_the_methods_of_lightning() -> None:
         pruning.apply_lottery_ticket_hypothesis()
     assert (reset.call_count, copied.call_count) == (1, 2)
 
+    class KeepsMasks(ModelPruning):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+    module = _fit(callbacks=[KeepsMasks("l1_unstructured")], max_epochs=1).lightning_module
+    assert hasattr(module.layer, "weight_mask")
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    trainer, layers = Mock(current_epoch=0), nn.Sequential(nn.Linear(2, 2))
+    pruning.setup(trainer, layers, "fit")
+    pruning.on_train_epoch_end(trainer, layers)
+    pruning.on_train_end(trainer, layers)
+    assert (layers[0].weight == 0).sum() + (layers[0].bias == 0).sum() == 3
+
 
 def test_helpers_of_callbacks_with_mocks(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer

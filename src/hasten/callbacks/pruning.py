@@ -135,7 +135,7 @@ class ModelPruning(Callback):
         self._original_layers: dict[int, dict[str, Any]] | None = None
         self._loaded: dict[str, Any] | None = None
         # The batch after which it has pruned: a resumed run calls the hooks in which its checkpoint was saved again.
-        self._pruned_at = 0
+        self._pruned_at, self._trains = 0, False
 
     def _find_pruning_fn(
         self, pruning_fn: Callable[..., Any] | str, dim: int | None, norm: int | None
@@ -294,6 +294,7 @@ class ModelPruning(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the masks of a resumed run, and the weights they hide."""
+        self._trains = False
         if self._loaded is None:
             return
         loaded, self._loaded = self._loaded, None
@@ -312,6 +313,9 @@ class ModelPruning(Callback):
             if path in loaded.get("used", ()):
                 getattr(module, name).data[mask] = loaded["used"][path].to(original)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trains = True
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._prune_on_train_epoch_end and trainer.progress.last_batch:
             self._prune(trainer)
@@ -329,15 +333,15 @@ class ModelPruning(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same if a resumed run had nothing left to train."""
-        if any(hasattr(module, name + "_mask") for module, name in self._parameters_to_prune):
-            ModelPruning.on_train_end(self, trainer, pl_module)
+        if not self._trains:
+            self.on_train_end(trainer, pl_module)
 
     def _prune(self, trainer: Trainer) -> None:
         batch = trainer.progress.total_batches
         if batch != self._pruned_at:
             self._pruned_at = batch
             self._run_pruning(trainer.current_epoch)
-            if trainer.runtime.several_processes:
+            if trainer.runtime.several_processes is True:  # A Mock has nothing to agree on.
                 self._broadcast(trainer)
 
     def _run_pruning(self, current_epoch: int) -> None:

@@ -583,7 +583,7 @@ def why_not_whole_step(run: Run) -> Parts | None:
             or runtime.precision.precision != "32-true"
             or engine.scaler is not None,
             f"precision={runtime.precision.precision!r} takes part in a step.",
-            "Use precision='32-true', or compile=True.",
+            "Use precision='32-true' without a precision of the program, or compile=True.",
         ),
         (
             run.window.accumulate_grad_batches > 1,
