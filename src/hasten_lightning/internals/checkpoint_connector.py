@@ -55,12 +55,9 @@ class CheckpointConnector:
         return self.trainer.dump_checkpoint(weights_only=bool(weights_only))
 
     def resume_start(self, checkpoint_path: PathLike | None = None, weights_only: bool | None = None) -> None:
-        """Read a checkpoint.
+        """Read a checkpoint, by default the one that the call resumes.
 
-        Args:
-            checkpoint_path: its path; by default what the call resumes.
-            weights_only: False also reads files that hold Python objects: only for files you trust.
-
+        ``weights_only=False`` also reads files that hold Python objects: only for files you trust.
         """
         path = self.resume_checkpoint_path if checkpoint_path is None else checkpoint_path
         if path:
@@ -137,13 +134,7 @@ class CheckpointConnector:
         self._loaded_checkpoint = {}
 
     def restore(self, checkpoint_path: PathLike | None = None, weights_only: bool | None = None) -> None:
-        """Bring module, datamodule, callbacks, optimizers, schedulers and counters to the state of a checkpoint.
-
-        Args:
-            checkpoint_path: its path; by default what the call resumes.
-            weights_only: False also reads files that hold Python objects: only for files you trust.
-
-        """
+        """Bring module, datamodule, callbacks, optimizers, schedulers and counters to what ``resume_start`` reads."""
         self.resume_start(checkpoint_path, weights_only)
         self.restore_model()
         self.restore_datamodule()

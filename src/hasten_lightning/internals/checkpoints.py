@@ -114,12 +114,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 class WrappingCheckpointIO(CheckpointIO):
-    """A ``CheckpointIO`` that does something around another one; subclass it.
-
-    Args:
-        checkpoint_io: the other one, ``TorchCheckpointIO`` by default.
-
-    """
+    """A ``CheckpointIO`` that does something around another one, ``TorchCheckpointIO`` by default; subclass it."""
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         super().__init__()

@@ -21,10 +21,7 @@ _METHODS = ("forward", "training_step", "validation_step", "test_step", "predict
 
 
 def from_compiled(model: OptimizedModule) -> LightningModule:
-    """Return the module inside of ``torch.compile(module)``, with compiled steps.
-
-    Args:
-        model: what ``torch.compile`` returned for a LightningModule, which is changed in place.
+    """Return the LightningModule inside of ``torch.compile(module)``, which gets compiled steps.
 
     Raises:
         ValueError: it is another object.
@@ -46,10 +43,7 @@ def from_compiled(model: OptimizedModule) -> LightningModule:
 
 
 def to_uncompiled(model: nn.Module) -> LightningModule:
-    """Undo ``torch.compile`` and return the original module.
-
-    Args:
-        model: the result of ``torch.compile`` or of ``from_compiled``; it is changed in place.
+    """Undo ``torch.compile`` or ``from_compiled``, in place, and return the original module.
 
     Raises:
         ValueError: it is not compiled.
@@ -76,9 +70,6 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 
 def maybe_unwrap_optimized(model: object) -> LightningModule:
     """Return a LightningModule unchanged; return a compiled one with compiled steps.
-
-    Args:
-        model: the module, or what ``torch.compile`` returned for it.
 
     Raises:
         TypeError: it is another object.

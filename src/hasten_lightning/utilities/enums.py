@@ -139,13 +139,9 @@ def of_package(name: str) -> Any:
 def strategies_by_name(
     facades: Iterable[Any] = (), without: str = "", **named: tuple[Any, dict[str, Any]]
 ) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return the class and the arguments of each name of a strategy.
+    """Return the class and the arguments of each name of a strategy, and those of ``named``.
 
-    Args:
-        facades: classes that take the place of those behind them.
-        without: a regular expression of names to leave out.
-        named: further names.
-
+    ``facades`` take the place of the classes behind them; names that match the pattern ``without`` are left out.
     """
     added = found("hasten.strategies")
     for name in dict.fromkeys((*STRATEGIES, *added)):
