@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 from collections.abc import Iterator
@@ -263,7 +264,15 @@ def test_what_a_trainer_says_without_a_run() -> None:
     model.trainer = trainer
     with refused(MisconfigurationException, says="not running", fix="from a step"):
         model.log("a", 1.0)
-    trainer.validate(model, loader(8), verbose=False)
+
+    class Copies(L.Callback):
+        def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            pl_module.trainer = None
+            copy.deepcopy(pl_module)
+            pl_module.trainer = trainer
+
+    trainer = quiet(callbacks=[Copies()])
+    assert trainer.validate(model, loader(8), verbose=False)[0]
     model.trainer = None
     with warned(UserWarning, says="not attached to a Trainer"):
         model.log("a", 1.0)

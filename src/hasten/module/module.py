@@ -27,6 +27,7 @@ from hasten.module.hook_defaults import CheckpointHooks, ModelHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 from hasten.module.log_methods import LogMethods
 from hasten.runtime import ReadOnly
+from hasten.types import TrainerStatus
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -263,9 +264,13 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
+        if trainer is not None:
+            self.__dict__["_fabric"] = None
+        elif self._run_values and self._trainer and self._trainer.state.status is not TrainerStatus.RUNNING:
+            # In a run, programs take the Trainer away to copy a module, and give it back.
+            self.__dict__["_run_values"] = None
         # Not through nn.Module.__setattr__: the Trainer is not a part of the model.
         self.__dict__["_trainer"] = trainer
-        self.__dict__["_run_values" if trainer is None else "_fabric"] = None
         for child in self.children():
             if isinstance(child, LightningModule):
                 child.trainer = trainer
