@@ -399,13 +399,7 @@ class Arguments:
 
 
 def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
-    """Check the speed arguments in ``given``: type, range, combination.
-
-    Args:
-        owner: "Trainer" or "Fabric", for messages.
-        given: arguments by name; the defaults of those missing are off.
-
-    """
+    """Check the speed arguments in ``given``, by name: type, range, combination. Those missing are off."""
     given, shared = dict(given), None
     if isinstance(part := given.get("micro_batch"), MicroBatch):
         given["micro_batch"], shared = part.samples, _shared_fields(owner, part)
@@ -466,12 +460,7 @@ def _check_speed_together(owner: str, arguments: SpeedArguments) -> None:
 
 
 def check_arguments(given: Mapping[str, Any]) -> Arguments:
-    """Check the arguments of ``Trainer(...)``: type, range, combination.
-
-    Args:
-        given: every argument of ``Trainer.__init__`` by name, as the user wrote it or its default.
-
-    """
+    """Check the arguments of ``Trainer(...)``, all by name, as written or their defaults: type, range, combination."""
     given = dict(given)
     if _boolean("Trainer", "barebones", given["barebones"]):
         _switch_off(given)

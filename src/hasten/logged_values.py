@@ -159,16 +159,10 @@ class LoggedValues:
     def record(
         self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | float | Tensor | None
     ) -> LoggedValue | None:
-        """Record one value given to ``self.log``.
+        """Record a number, a tensor of one element or a metric given to ``self.log``; None if values are ignored.
 
-        Args:
-            name: the name.
-            value: a number, a tensor of one element or a metric.
-            options: the fields of a ``LogOptions``; the first call for a name in a hook decides them.
-            batch_size: the weight in the epoch's mean; None for the size of the batch.
-
-        Returns: the ``LoggedValue``; None if values are ignored.
-
+        ``options`` are the fields of a ``LogOptions``; the first call for a name in a hook decides them. ``batch_size``
+        is the weight in the epoch's mean, None for the size of the batch.
         """
         if self._observer is not None:
             return self._observer(name, value, options, batch_size)
@@ -189,9 +183,7 @@ class LoggedValues:
     def observed(self, observer: Observer) -> Iterator[None]:
         """Call ``observer(record, name, value, options, batch_size)`` instead of ``record``; contexts nest.
 
-        Args:
-            observer: calls ``record`` with the other arguments, and returns what it returns.
-
+        It calls ``record`` with the other arguments, and returns what that returns.
         """
         outer = self._observer
 
@@ -356,14 +348,9 @@ class LoggedValues:
     # -- publishing
 
     def publish_step(self, step: int, epoch: int, *, to_loggers: bool, loss: Tensor | None = None) -> None:
-        """Start sending the latest training values to the host.
+        """Start sending the latest training values to the host; ``step`` is the x axis of the loggers.
 
-        Args:
-            step: the loggers' x axis.
-            epoch: the current epoch.
-            to_loggers: send them to the loggers too, not only to the progress bar.
-            loss: the loss of the step, to be checked once it has arrived.
-
+        The loss of the step is checked once it has arrived. Without ``to_loggers``, only the progress bar gets values.
         """
         entries = [
             (logged, logged.step_name)
@@ -634,12 +621,9 @@ class LoggedValues:
     # -- epochs
 
     def start_epoch(self, stage: str, *, resets_values: bool = True) -> None:
-        """Forget what the stage's last epoch accumulated.
+        """Forget what the last epoch of "train", "validate" or "test" accumulated.
 
-        Args:
-            stage: "train", "validate" or "test".
-            resets_values: False if the end of the last epoch has reset them: metrics may have been updated since.
-
+        Without ``resets_values``, the end of that epoch has reset the values: metrics may have been updated since.
         """
         self.batch_size = 0
         self._closed.pop(stage, None)

@@ -107,17 +107,7 @@ def runtime(
     sync_batchnorm: bool = False,
     owner: str = "Trainer",
 ) -> Runtime:
-    """Return the Runtime for the arguments of a Trainer or a Fabric. Nothing is started.
-
-    Args:
-        accelerator: this and the other arguments as for ``Trainer``.
-        strategy: see there.
-        devices: see there.
-        num_nodes: see there.
-        precision: see there.
-        plugins: see there.
-        sync_batchnorm: see there.
-        owner: "Trainer" or "Fabric", for the messages.
+    """Return the Runtime for the arguments of a Trainer or a Fabric, the ``owner`` in messages. Nothing is started.
 
     Raises:
         TypeError: an argument has a wrong type.

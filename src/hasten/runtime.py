@@ -75,19 +75,10 @@ class RuntimeView:
 
 
 class Runtime:
-    """Device, precision and strategy of one process of a run.
+    """Device, precision and strategy of one process of a run; the strategy is attached to the devices.
 
     ``resolve.runtime`` makes it. ``engine`` has the functions of a step (``backward``, ``make_step(...)``, ...). They
     and ``bind(...)`` are chosen once; where nothing has to be added, they are torch's or the user's functions.
-
-    Args:
-        accelerator: the kind of device.
-        strategy: how the model lives on the devices; attached to them.
-        precision: the floating-point format.
-        cluster: the environment that started the processes.
-        checkpoint_io: writes and reads checkpoints.
-        device_ids: indices of the devices of this machine.
-
     """
 
     def __init__(
@@ -185,16 +176,9 @@ class Runtime:
     def launch(
         self, function: Callable[..., T], *args: object, trainer: KeepsResults | None = None, **kwargs: object
     ) -> T:
-        """Start the other processes, unless they run already, and call ``function`` in each.
+        """Start the other processes, unless they run already, and call ``function`` in each; return its result here.
 
-        Args:
-            function: what to call.
-            args: for the function.
-            trainer: an object that gets the results of copies of this process; see ``machine.spawn.KeepsResults``.
-            kwargs: for the function.
-
-        Returns: the result in this process; with copies of this process, the result of the first.
-
+        With copies of this process, that is the result of the first, whose other results ``trainer`` gets.
         """
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
 
@@ -228,18 +212,11 @@ class Runtime:
         training: bool = False,
         convert_outputs: bool = False,
     ) -> Callable[..., Any]:
-        """Return a function that runs ``function`` in the precision and the strategy of the run.
+        """Return a function that runs a step or a forward in the precision and the strategy of the run.
 
-        Args:
-            function: a step or a forward.
-            module: the user's module.
-            wrapped: what ``wrap`` returned for it.
-            training: whether backward follows, which the strategy may have to prepare.
-            convert_outputs: convert floating-point outputs to torch's default dtype.
-
-        Returns:
-            ``function`` itself if there is nothing to add.
-
+        ``wrapped`` is what ``wrap`` returned for ``module``. With ``training``, backward follows, which the strategy
+        may have to prepare. With ``convert_outputs``, outputs get torch's default dtype. If there is nothing
+        to add, it is ``function`` itself.
         """
         if training and wrapped is not None:
             function = self.strategy.engine.make_forward(function, wrapped)
@@ -352,12 +329,7 @@ class Runtime:
         return self.strategy.state.read(path, map_location, weights_only)
 
     def follow_saves(self, notify: Callable[[], object]) -> None:
-        """Raise the error of a checkpoint that could not be written in the background.
-
-        Args:
-            notify: called in the thread that writes if that happens later.
-
-        """
+        """Raise the error of a checkpoint that could not be written; ``notify`` is called where that happens later."""
         # Where other processes wait for the file, an error has to be theirs too.
         io = self.checkpoint_io
         self.writer = None if self.several_processes else writer_of(io)
@@ -369,9 +341,7 @@ class Runtime:
     def finish_saves(self, *, failed: bool = False) -> None:
         """Wait until checkpoints are complete that are written in the background, and copied.
 
-        Args:
-            failed: whether an exception ends the run: it is not replaced, and the error of a save is a warning.
-
+        If an exception ends the run (``failed``), it is not replaced, and the error of a save is a warning.
         """
         try:
             if self.writer is not None and not self.writer.is_idle:

@@ -53,14 +53,7 @@ class XLASteps:
         self._compiled = self._compilations()
 
     def end_step(self, stage: str, batch: object = None, is_last: bool = False) -> None:
-        """Run what was recorded since the last step.
-
-        Args:
-            stage: "train", "validate", "test" or "predict".
-            batch: of this step; by default the last one of ``feed``.
-            is_last: whether it is the last one of its epoch.
-
-        """
+        """Run what was recorded since the last step; see ``RecordedSteps.end_step``."""
         if self._sync is None:
             self.begin()
         assert self._sync is not None

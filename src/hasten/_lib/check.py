@@ -43,16 +43,8 @@ def whole(
 ) -> _T:
     """Return ``value`` as an ``int``; numpy's integers count as whole numbers.
 
-    Args:
-        owner: the function or class that has the argument, for the message.
-        name: of the argument.
-        value: the value of the argument.
-        at_least: the smallest number allowed.
-        at_most: the largest number allowed.
-        unit: what is counted, for the message: ``"steps"``.
-        allow_none: accept and return None.
-        allowed: describes what is allowed, in place of the text made from the other arguments.
-        error: the exception to raise in place of those above.
+    The message names the owner and the argument, and counts in ``unit``: ``"steps"``. ``allowed`` describes what is
+    allowed, in place of the text made from the other arguments; ``error`` is raised in place of those above.
 
     Example::
 

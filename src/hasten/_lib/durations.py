@@ -69,10 +69,7 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
 def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str, also: str = "") -> timedelta:
     """Read "DD:HH:MM:SS", "90min", a dict of timedelta's arguments, or a timedelta.
 
-    Args:
-        value: the value of the argument.
-        argument: the argument as the message shows it; its name comes last.
-        also: what else may be written, for the message.
+    ``argument`` is how the message shows it, its name last; ``also`` is what else may be written.
 
     Raises:
         ValueError: it cannot be parsed.

@@ -16,14 +16,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class Parts(NamedTuple):
-    """The parts of the message of an error or a warning.
-
-    Args:
-        what: what is wrong, with the value that was given.
-        fix: what to write instead; "" where the message does not say.
-        argument: the name of the argument that is wrong; "" where it is none.
-
-    """
+    """The parts of a message: what is wrong, with the value; what to write; the wrong argument. "" for none."""
 
     what: str
     fix: str = ""
@@ -62,12 +55,8 @@ def parts_of(message: BaseException | str) -> Parts:
 def make_error(kind: type[_Error], what: str, *, fix: str = "", argument: str = "", **options: Any) -> _Error:
     """Return an exception or a warning that keeps the parts of its message as ``what``, ``fix`` and ``argument``.
 
-    Args:
-        kind: its class. It needs no such attributes: they are set on the object, and pickled and copied with it.
-        what: what is wrong, with the value that was given.
-        fix: what to write instead; the text that users see is both.
-        argument: the name of the argument that is wrong.
-        options: for ``kind``.
+    ``what`` is what is wrong, with the value that was given, ``fix`` what to write instead; the text that users see is
+    both. Its class needs no such attributes: they are set on the object, and pickled and copied with it.
 
     Example::
 
@@ -159,12 +148,8 @@ class CheckpointRefused(ErrorWithFix, RuntimeError, pickle.UnpicklingError):
 def absent(name: str, base: type, *, home: str, instead: str, why: str = "is not in this version of hasten") -> Any:
     """Return a class for ``import``, type hints, subclasses and ``isinstance``, whose constructor raises.
 
-    Args:
-        name: of the class.
-        base: its base class.
-        home: the module that offers it.
-        instead: a sentence that says what to use instead.
-        why: the reason, as the rest of a sentence about the name.
+    ``home`` is the module that offers it, ``instead`` a sentence that says what to use, ``why`` the reason, as the rest
+    of a sentence about the name.
 
     Example::
 

@@ -47,12 +47,10 @@ def require_folder(owner: str, argument: str, path: str) -> None:
 def write_atomically(
     path: str | os.PathLike[str], data: bytes | str | Callable[[IO[bytes]], object], *, durable: bool = True
 ) -> None:
-    """Write a file; at any moment ``path`` is the old file or the new one, whole.
+    """Write a file in a folder that exists; at any moment ``path`` is the old file or the new one, whole.
 
-    Args:
-        path: in a folder that exists. A symbolic link is replaced, not followed.
-        data: the content (text as UTF-8), or a function that writes it to the open file.
-        durable: wait until the file would survive a power cut.
+    ``data`` is the content, text as UTF-8, or a function that writes it to the open file. A symbolic link is replaced,
+    not followed. ``durable`` waits until the file would survive a power cut.
 
     Example::
 

@@ -112,11 +112,7 @@ def did_you_mean_file(name: str, files: Iterable[str]) -> str:
 def unknown_word(shown: str, word: str, allowed: Iterable[str], otherwise: str) -> tuple[str, str]:
     """Return what is wrong with a word that is not allowed, and what to write: the nearest one, or ``otherwise``.
 
-    Args:
-        shown: the argument with its value.
-        word: what was given.
-        allowed: the words that there are.
-        otherwise: what to write if no allowed word is alike.
+    ``shown`` is the argument with its value.
 
     Example::
 
@@ -420,13 +416,9 @@ def _to_write(instead: str, owner: str, value: str) -> str:
 
 
 def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object], owner: str) -> None:
-    """Raise for unknown arguments; the message says what to write instead.
+    """Raise for unknown arguments of a function; the message says what to write instead.
 
-    Args:
-        unknown: the arguments, with their values.
-        function: the method that was called.
-        owner: its name with its class, without ``.__init__``: "Trainer" or "Trainer.fit".
-
+    ``owner`` is its name with its class, without ``.__init__``: "Trainer" or "Trainer.fit".
     """
     called = owner if "." in owner else f"{owner}.__init__"
     instead_of = _INSTEAD.get(owner, {})

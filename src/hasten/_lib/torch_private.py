@@ -245,12 +245,9 @@ def shut_down_workers(iterator: object) -> Callable[[], None] | None:
 
 
 def call_when_idle(iterator: Any, function: Callable[[float], object]) -> None:
-    """Have an iterator with worker processes call ``function`` whenever it has waited in vain for a batch.
+    """Have the iterator of a ``DataLoader`` with workers call ``function`` whenever it has waited in vain for a batch.
 
-    Args:
-        iterator: of a ``DataLoader`` with workers, which waits some seconds at a time.
-        function: called with these seconds; what it raises ends the wait.
-
+    It is called with the seconds of the wait, which ends if it raises.
     """
     take = getattr(type(iterator), "_try_get_data", None)
     if take is None:
@@ -504,12 +501,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def drop_gathered_gradient(parameter: Any) -> None:
-    """Forget the gradient of a parameter's whole value, which waits to be reduced.
-
-    Args:
-        parameter: one of ``fsdp_params`` of a group.
-
-    """
+    """Forget the gradient of the whole value of a parameter of ``fsdp_params``, which waits to be reduced."""
     # Before torch 2.15 it was also kept here, in another type.
     if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
         parameter.unsharded_accumulated_grad = None
@@ -706,12 +698,8 @@ def gradients_of_inputs(
 ) -> list[Any]:
     """Compute the gradient of what a stage has received; return what ``gradients_of_parameters`` needs.
 
-    Args:
-        output: what the stage has computed; detached in place.
-        gradient: its gradient; None for a loss.
-        received: gets the gradient.
-        parameters: those of the stage, and others.
-
+    ``output``, detached in place, has the gradient ``gradient``, None for a loss. Parameters may be those of other
+    stages, too.
     """
     from torch.distributed.pipelining import _backward
 

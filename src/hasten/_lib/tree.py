@@ -25,15 +25,9 @@ _ATOMS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
-    """Return ``data`` with ``function`` applied to each tensor.
+    """Return ``data`` with each tensor replaced by what ``function`` returns; ``data`` itself if nothing changed.
 
-    Args:
-        function: takes a tensor and returns its replacement.
-        data: a tensor, or dicts, lists, tuples, named tuples and dataclasses that hold tensors. Types are kept,
-            and other leaves are unchanged.
-
-    Returns:
-        a new collection, or ``data`` itself if nothing changed.
+    Dicts, lists, tuples, named tuples and dataclasses keep their types, and other leaves are unchanged.
 
     Example::
 
@@ -78,16 +72,10 @@ def leaves(data: Any) -> list[Any]:
 
 
 def move_to(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """Return ``data`` on ``device``.
+    """Return a tensor or a collection (see ``map_tensors``) on ``device``; ``data`` itself if all of it is there.
 
-    Args:
-        data: a tensor or a collection, see ``map_tensors``; other objects that have a method ``to`` move themselves.
-        device: the target.
-        non_blocking: return before the copies have finished; for copies from pinned memory.
-
-    Returns:
-        a new collection, or ``data`` itself if everything is on ``device`` already.
-
+    Other objects that have a method ``to`` move themselves. With ``non_blocking`` it returns before copies from pinned
+    memory have finished.
     """
     if type(data) is Tensor:
         return data.to(device, non_blocking=non_blocking)
@@ -163,9 +151,7 @@ def by_kind(items: Iterable[_Item], tensor_of: Callable[[_Item], Any] | None = N
 
     Items of a group keep their order.
 
-    Args:
-        items: tensors, or objects that ``tensor_of`` maps to tensors.
-        tensor_of: returns the tensor of an item; by default the item itself.
+    ``tensor_of`` returns the tensor of an item; by default the item itself.
 
     Example::
 

@@ -75,12 +75,7 @@ def _in_files(group: str) -> tuple[EntryPoint, ...]:
 
 
 def load(group: str, name: str, *, purpose: str) -> Any:
-    """Return the object that an entry point names.
-
-    Args:
-        group: one of ``GROUPS``.
-        name: of the entry point.
-        purpose: the feature that needs it, for the message.
+    """Return the object that an entry point names; ``purpose`` is the feature that needs it, for the message.
 
     Raises:
         ModuleNotFoundError: no package that is installed has it; the message has the line that installs hasten's own.

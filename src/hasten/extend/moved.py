@@ -168,10 +168,7 @@ def install() -> None:
 def what_to_write(package: str, name: str, known: Collection[str]) -> str:
     """Return a sentence that says what to write in place of a name that a package of hasten lacks; "" for none.
 
-    Args:
-        package: the package that was asked.
-        name: the name.
-        known: the names that the package has.
+    ``known`` are the names that the package has.
 
     Example::
 

@@ -149,13 +149,9 @@ def _names_in(code: CodeType | None) -> frozenset[str]:
 def functions_reached(
     functions: Iterable[Any], member: Callable[[str], Any] | None = None, *, depth: int = sys.maxsize
 ) -> Iterator[FunctionType]:
-    """Yield functions of a program, and those that their code calls by a name, in turn.
+    """Yield functions of a program, and those that their code calls by a name, in turn, ``depth`` calls deep.
 
-    Args:
-        functions: to begin with; what is no function of a program is left out.
-        member: returns what a name stands for beside the globals of a function, such as a method; None for nothing.
-        depth: how many calls deep.
-
+    ``member`` returns what a name stands for beside the globals of a function, such as a method; None for nothing.
     """
     seen: set[FunctionType] = set()
     waiting = deque([(each, 0) for each in functions])

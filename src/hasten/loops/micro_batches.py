@@ -396,10 +396,8 @@ def _warn_of_batch_norm(module: nn.Module) -> None:
 def rebatched(loader: DataLoader[T], batch_size: int, *, name: str = "the train dataloader") -> DataLoader[T]:
     """Return a ``DataLoader`` with the same samples in the same order, in batches of ``batch_size``.
 
-    Args:
-        loader: it is not changed. Sampler, collate function and workers are kept.
-        batch_size: samples of a batch; the last one may have fewer, unless the loader drops it.
-        name: what to call the loader in messages.
+    Sampler, collate function and workers are kept. The last batch may have fewer samples, unless the loader drops it.
+    ``name`` is for messages.
 
     Example::
 

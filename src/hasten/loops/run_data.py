@@ -355,10 +355,8 @@ class StageData:
     def state_dict(self, consumed: int | None = None, *, again: bool = False) -> list[dict[str, Any]]:
         """Return the position of each loader; nothing where none is loaded.
 
-        Args:
-            consumed: the batches of this epoch that are done, in training.
-            again: whether the last batch that was yielded has to come again.
-
+        ``consumed`` batches of this epoch are done, in training; with ``again``, the last one that was yielded has to
+        come again.
         """
         streams = self._streams or ()
         if again and not objects_allowed():
@@ -367,15 +365,10 @@ class StageData:
         return [stream.state_dict(stream.position if consumed is None else consumed, again=again) for stream in streams]
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], *, moved: bool = False) -> list[int]:
-        """Continue where ``state_dict`` was taken; an interrupted evaluation starts again.
+        """Continue where ``state_dict`` was taken; return how many batches of its epoch each loader has behind it.
 
-        Args:
-            states: of this process.
-            moved: another number of processes shared the data, and the states are the first process's.
-
-        Returns:
-            how many batches of its epoch each loader has behind it.
-
+        An interrupted evaluation starts again. If another number of processes shared the data (``moved``), the states
+        are the first process's.
         """
         for stream, state in zip(self.load(), states, strict=False):
             stream.load_state_dict(state, moved=moved)

@@ -147,10 +147,8 @@ class SavedObjects:
     def save(self, thing: object, *, values: bool = True) -> None:
         """Save a module, a loader, an optimizer, a container, or any other object, and what it leads to.
 
-        Args:
-            thing: the object. A module must have its parameters, else MisconfigurationException is raised.
-            values: also the values of tensors; False where they are data, which may be large.
-
+        A module must have its parameters, else MisconfigurationException is raised. Without ``values``, those of
+        tensors are left out: they are data, which may be large.
         """
         if isinstance(thing, (*_SIMPLE, Tensor, list, dict, set, deque, tuple)):
             self._visit(thing, "", _DEPTH, values)
@@ -582,11 +580,8 @@ class BatchStart:
 
     A resumed run computes that batch again from its beginning: the same weights, gradients and random numbers.
 
-    Args:
-        run: the run.
-        saves_inside: whether hooks save inside of any batch, not only after an exception. For an exception alone no
-            copies of the gradients of an open accumulation are kept: they may take as much memory as the model.
-
+    ``saves_inside`` says that hooks save inside of any batch. For an exception alone no copies of the gradients of an
+    open accumulation are kept: they may take as much memory as the model.
     """
 
     def __init__(self, run: Run, *, saves_inside: bool) -> None:

@@ -278,13 +278,7 @@ class Stopped(LeaveRun):
 
 
 class Limits:
-    """When a run ends.
-
-    Args:
-        stop: the requests that arrive as signals.
-        number: the number of this run, the same on all processes.
-
-    """
+    """When a run ends; ``number`` is that of the run, the same on all processes."""
 
     # Set by the run whose limits these are.
     run: Run

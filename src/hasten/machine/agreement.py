@@ -364,10 +364,8 @@ _listener: _Listener | None = None
 def answer(kind: str, passed: Passed) -> None:
     """Tell waiting processes, from a thread, whether this process has already passed the point where they wait.
 
-    Args:
-        kind: of the question, see ``exchange``.
-        passed: a method, which a second thread calls; questions are answered as long as its object lives.
-
+    ``passed`` is a method, which a second thread calls; questions of this ``kind`` are answered as long as its object
+    lives.
     """
     global _listener
     if _listener is None or _listener.group != id(torch_private.default_store()):

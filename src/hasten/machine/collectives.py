@@ -112,12 +112,8 @@ def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tens
 def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:
     """Return ``data`` with each tensor replaced by the tensors of all processes, stacked in a new first dimension.
 
-    Args:
-        data: a tensor or a collection of tensors, of the same shapes on every process.
-        device: the device on which the backend communicates.
-        group: the processes; all by default.
-        sync_grads: let gradients flow back to the processes that the tensors came from.
-
+    Their shapes are the same on every process. With ``sync_grads``, gradients flow back to the processes that they came
+    from.
     """
     # Also of one process: programs index the first dimension wherever a strategy has a group, as in Lightning.
     if not joined():
@@ -284,14 +280,9 @@ def first_one_first(rank: int) -> Iterator[None]:
 
 
 def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.timedelta, store: Any = None) -> None:
-    """Join the process group, and leave it when the program ends.
+    """Join the process group, and leave it when the program ends; a collective waits for the others for ``timeout``.
 
-    Args:
-        party: this process and those it waits for.
-        backend: "gloo", "nccl", ....
-        device: the device of this process.
-        timeout: how long a collective may wait for the others.
-        store: the store where the processes connect; None for MASTER_ADDR and MASTER_PORT.
+    The processes connect at ``store``; None for MASTER_ADDR and MASTER_PORT.
 
     Raises:
         RuntimeError: torch does not have the backend, or the other processes did not connect.

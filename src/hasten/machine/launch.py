@@ -67,15 +67,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: KeepsResults | None) -> T:
-        """Return what ``run(local_rank, store)`` returns in the first process.
-
-        Args:
-            run: what each process does.
-            cluster: the ranks of this process.
-            num_processes: their number on this machine.
-            owner: the object whose state after the run is sent back here.
-
-        """
+        """Return what ``run(local_rank, store)`` returns in the first process; ``owner`` here gets its state then."""
 
 
 def mark_rank() -> None:
@@ -597,12 +589,7 @@ def print_while_waiting(
 ) -> Iterator[None]:
     """Print what to start on the other machines while the first process of this one waits for them.
 
-    Args:
-        command: starts this program on the other machines; None if a launcher starts it there.
-        node_rank: which machine this is, from 0.
-        num_nodes: the number of machines.
-        local_rank: which process of its machine this is; the first one prints.
-
+    ``command`` starts this program there; None if a launcher does it.
     """
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     text = f"NODE_RANK={node_rank} waits at {address}:{port} for the others of num_nodes={num_nodes} machines."

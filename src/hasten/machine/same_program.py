@@ -36,10 +36,7 @@ _ABSENT = "absent"
 def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
     """Wait for all processes, and compare what they do: one digest each, and all facts only if digests differ.
 
-    Args:
-        place: a name that is the same on all processes and used once.
-        call: what is called, such as "Trainer.fit()".
-        facts: plain data that must be the same on all processes, by name.
+    ``place`` is a name that is used once; ``call`` is what is called, such as "Trainer.fit()". Facts are plain data.
 
     Raises:
         RuntimeError: on all processes, if they differ; or if a process has left and cannot come.

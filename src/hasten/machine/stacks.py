@@ -35,20 +35,12 @@ _LEAVING = {"trainer/trainer.py": ("_abort", "_release", "_finish", "_leave")}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call of a stack.
-
-    Args:
-        file: the path of its source.
-        line: the line it is at.
-        name: the function, with its class.
-        owner: "user", "installed", "hasten", "torch" or "python".
-
-    """
+    """One call of a stack."""
 
     file: str
     line: int
     name: str
-    owner: str
+    owner: str  # "user", "installed", "hasten", "torch" or "python".
 
     def within(self, functions: Mapping[str, Sequence[str]]) -> bool:
         """Return whether this is one of these functions of hasten or torch, given by the end of their file's path."""
@@ -226,10 +218,7 @@ def from_data(data: Iterable[Mapping[str, Any]]) -> list[Frame]:
 def report(headline: str, ranks: Mapping[int, tuple[str, Sequence[Frame]]]) -> str:
     """Return the report about all processes: a line for each, and their stacks; equal stacks appear once.
 
-    Args:
-        headline: the first line.
-        ranks: for each rank where it is in the run and what it does, and its stack (empty where it did not answer).
-
+    ``ranks`` has for each where it is in the run and what it does, and its stack, empty where it did not answer.
     """
     lines = [headline]
     for rank in sorted(ranks):
@@ -305,8 +294,7 @@ def _collective_text(entry: Mapping[str, Any]) -> str:
 def describe_collectives(ranks: Mapping[int, Sequence[LastCollective]]) -> str:
     """Return which collective each process is in, and who never came to it; "" where nothing is known.
 
-    Args:
-        ranks: for each rank that answered what ``last_collectives`` returned.
+    ``ranks`` has for each rank that answered what ``last_collectives`` returned.
 
     Example::
 

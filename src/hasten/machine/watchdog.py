@@ -49,13 +49,7 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a loop has come.
-
-    Args:
-        text: for people, such as "fit, epoch 0, batch 3, step 3".
-        count: changes with each batch.
-
-    """
+    """How far a loop has come: a text such as "fit, epoch 0, batch 3, step 3", and a count that each batch changes."""
 
     text: str = ""
     count: int = 0
@@ -105,11 +99,7 @@ class Beat:
 class Verdict:
     """The decision about a run without progress.
 
-    Args:
-        headline: what has happened.
-        code: the exit code with which all processes end; None to report only.
-        late: the ranks that the others wait for.
-
+    All processes end with the exit code; None to report only. ``late`` are the ranks that the others wait for.
     """
 
     headline: str
@@ -118,14 +108,10 @@ class Verdict:
 
 
 def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended: Sequence[int] = ()) -> Verdict | None:
-    """Decide what to do, from the reports of all processes; None for nothing.
+    """Decide what to do, from the last reports of all processes that have not left; None for nothing.
 
-    Args:
-        beats: the last report of each process that has not left.
-        timeout_seconds: of a step.
-        warned: whether this standstill was reported before.
-        ended: ranks whose processes are known to have ended in the middle of the run.
-
+    The timeout is that of a step. ``warned`` says whether this standstill was reported before; the processes of the
+    ranks ``ended`` are known to have ended in the middle of the run.
     """
     idle = min(beat.idle_seconds for rank, beat in beats.items() if rank not in ended)
     late = behind(beats)
@@ -222,15 +208,10 @@ def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capi
 
 
 class Watchdog:
-    """The thread of one process.
+    """The thread of one process, with a connection of its own to the store where the processes report.
 
-    Args:
-        rank: of this process.
-        world_size: the number of processes.
-        timeout: how long the others may wait for a process within a step.
-        store: where the processes report; this thread gets a connection of its own.
-        run: the number of this process group in the program, the same on all processes.
-
+    Within a step, the others may wait for a process as long as the timeout. ``run`` is the number of this process group
+    in the program, the same on all processes.
     """
 
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta, store: Any, run: int) -> None:
@@ -697,10 +678,8 @@ def stop() -> None:
 def observing(position: Callable[[], Position], folder: Callable[[], str]) -> Iterator[None]:
     """Let reports say how far a loop has come, while the context is open.
 
-    Args:
-        position: reads the loop's counters; called about once a second, in another thread.
-        folder: returns the folder for files about a run that fails.
-
+    ``position`` is called about once a second, in another thread; ``folder`` returns where files about a run that fails
+    go.
     """
     watchdog = _current
     if watchdog is None:

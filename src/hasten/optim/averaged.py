@@ -53,12 +53,7 @@ def schedule_free(
 
 
 class AveragedWeights:
-    """Switches the module between the training weights of its optimizers and their averages.
-
-    Args:
-        optimizers: of the run; those without ``train`` and ``eval`` are ignored.
-
-    """
+    """Switches the module between the training weights of its optimizers and their averages; others are ignored."""
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self.optimizers = [optimizer for optimizer in optimizers if _changes(optimizer)]

@@ -95,12 +95,7 @@ _own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).p
 
 
 def make_step(optimizer: Optimizer) -> Step:
-    """Return ``step(closure=None)`` for one optimizer; other arguments are those of its own step.
-
-    Args:
-        optimizer: a ``torch.optim.Optimizer`` or anything with ``step``.
-
-    """
+    """Return ``step(closure=None)`` for anything with ``step``; other arguments are those of its own step."""
     arithmetic = _arithmetic_of_step(optimizer)
     if arithmetic is None or _profiler_enabled is None or _pre_hooks is None or _post_hooks is None:
 
@@ -232,14 +227,9 @@ def _accepts(function: Any, *arguments: Any) -> bool:
 
 
 def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> None:
-    """Run ``loss.backward(*args, **kwargs)``.
+    """Run ``loss.backward(*args, **kwargs)``; a loss without dimensions takes the fast path.
 
-    Args:
-        loss: a tensor; one without dimensions, as losses are, takes the fast path.
-        args: for ``Tensor.backward``.
-        model: the module of the loss; only strategies with a separate engine use it.
-        kwargs: for ``Tensor.backward``.
-
+    Only strategies with a separate engine use ``model``, the module of the loss.
     """
     if (
         args

@@ -107,9 +107,7 @@ def muon(
 class MuonAdamW(Optimizer):
     """Muon and AdamW with one ``step``, one ``state_dict`` and one list of groups; created by ``muon``.
 
-    Args:
-        params: groups, each with ``algorithm``, "muon" or "adamw", and the options of that algorithm.
-
+    Each group has ``algorithm``, "muon" or "adamw", and the options of that algorithm.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:

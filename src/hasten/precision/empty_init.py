@@ -52,10 +52,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: 
 def fill_empty(module: nn.Module, stored: Container[str] = ()) -> None:
     """Give the parameters that ``NoInit`` has left empty the initial values that were left out.
 
-    Args:
-        module: its values that were loaded or set since stay.
-        stored: names of parameters that a checkpoint is going to bring: they need no values.
-
+    Values that were loaded or set since stay. A checkpoint is going to bring those whose names are ``stored``.
     """
     todo: list[tuple[int, Any, nn.Parameter]] = []
     written: list[tuple[nn.Parameter, Tensor, Tensor]] = []

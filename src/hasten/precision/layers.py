@@ -87,12 +87,7 @@ def put_back(replaced: list[tuple[nn.Module, str, nn.Module]]) -> None:
 
 @contextmanager
 def classes_replaced(instead: dict[str, Any]) -> Iterator[None]:
-    """Replace classes in ``torch.nn`` inside the block.
-
-    Args:
-        instead: names in ``torch.nn``, for example "Linear", and the replacements.
-
-    """
+    """Replace classes in ``torch.nn`` inside the block, by their names there, for example "Linear"."""
     with ExitStack() as undo:
         for name, kind in instead.items():
             set_until(undo, vars(torch.nn), name, kind)

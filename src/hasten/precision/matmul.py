@@ -31,12 +31,9 @@ def set_matmul_precision(precision: str) -> None:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the internal precision of 32-bit matrix products inside the block.
+    """Set the internal precision of 32-bit matrix products inside the block; see ``set_matmul_precision``.
 
     It applies to the whole process with all threads; weights, gradients and optimizer states stay in 32 bits.
-
-    Args:
-        precision: "highest", "high" or "medium"; see ``set_matmul_precision``.
 
     Example::
 

@@ -109,9 +109,7 @@ def peaks_of(device_name: str) -> dict[Any, float] | None:
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
     """Return the peak of a device in dense operations a second; None if it is unknown.
 
-    Args:
-        device: the device.
-        dtype: the type of the numbers; "tfloat32" for float32 products on tensor cores.
+    "tfloat32" stands for float32 products on tensor cores.
 
     Example::
 

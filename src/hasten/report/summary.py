@@ -372,12 +372,7 @@ def totals(
 
 
 def print_results(results: list[dict[str, float]], stage: str, file: TextIO | None = None) -> None:
-    """Print a table of the values of each loader.
-
-    Args:
-        results: a dict of values for each loader.
-        stage: "validate" or "test", the heading.
-        file: where to; standard output by default.
+    """Print a table of the values of each loader, in standard output by default, for "validate" or "test", its heading.
 
     Example::
 

@@ -191,9 +191,6 @@ ThroughputMonitor = FabricThroughput
 def compute_dtype(precision: Precision) -> torch.dtype:
     """Return the type in which the matrix products of a precision are computed.
 
-    Args:
-        precision: a ``Precision``.
-
     Example::
 
         >>> from hasten.precision.builtin import MixedPrecision

@@ -352,11 +352,8 @@ class Sharding(StrategyPart):
     ) -> Callable[..., Any]:
         """Return a step of the module that computes the part of its batch which belongs to this process.
 
-        Args:
-            step: called with a batch and further arguments.
-            trains: whether it returns a loss for backward.
-            weighing: returns a context in which logged means count by a weight.
-
+        If it ``trains``, it returns a loss for backward. Logged means count by a weight in the context that
+        ``weighing`` returns.
         """
         return step
 
@@ -469,10 +466,7 @@ class Sharding(StrategyPart):
     def checked(self, batches: Iterator[T], batch_of: Callable[[T], object] | None = None) -> Iterator[T]:
         """Return ``batches``, with a check of the first batch if several processes must read the same.
 
-        Args:
-            batches: batches, or items that contain them.
-            batch_of: returns the batch of an item; the item itself by default.
-
+        ``batch_of`` returns the batch of an item; the item itself by default.
         """
         return self._checked(batches, batch_of) if self.shares_batches else batches
 
@@ -551,10 +545,7 @@ class StepEngine(StrategyPart):
     def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
         """Receive the settings of ``owner`` ("Trainer" or "Fabric") for a step; None where there are none.
 
-        Args:
-            owner: for the messages.
-            accumulation: the number of batches of an accumulation.
-            clip_norm: the norm to which gradients are clipped, 0 for not at all.
+        The accumulation is a number of batches; gradients are clipped to the norm ``clip_norm``, 0 for not at all.
 
         Raises:
             ValueError: the configuration of an engine says otherwise.
@@ -595,9 +586,7 @@ class StepEngine(StrategyPart):
     def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str, str]]]) -> None:
         """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
 
-        Args:
-            conflicts: returns (whether it is so, what is asked for, why not, what to write) of each.
-
+        ``conflicts`` returns (whether it is so, what is asked for, why not, what to write) of each.
         """
 
     def require_parameters(self, optimizer: Optimizer) -> None:
@@ -706,11 +695,7 @@ class StepEngine(StrategyPart):
     ) -> Callable[[], None]:
         """Return a function that exchanges the present gradients, as after a backward.
 
-        Args:
-            module: the user's module.
-            wrapped: what ``Strategy.wrap`` returned for it.
-            zero_loss: returns a loss that depends on the parameters and adds nothing to their gradients.
-
+        ``wrapped`` is what ``Strategy.wrap`` returned; ``zero_loss`` returns a loss that adds nothing to the gradients.
         """
         return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else nothing
 
@@ -762,13 +747,9 @@ class StepEngine(StrategyPart):
     # -- step
 
     def make_clip(self, algorithm: str) -> Callable[..., Any] | None:
-        """Return a function that clips gradients between backward and step, called as ``clip(parameters, max_value)``.
+        """Return a function that clips gradients by "norm" or "value" before the step; None if the step clips.
 
-        Args:
-            algorithm: "norm" or "value".
-
-        Returns: the function; None if the step clips.
-
+        It is called as ``clip(parameters, max_value)``.
         """
         return self.clip_value if algorithm == "value" else self.clip_norm
 
@@ -833,13 +814,7 @@ class StepEngine(StrategyPart):
         return fast_step.make_zero_grad(optimizer)
 
     def may_keep_gradients(self, optimizers: Iterable[Optimizer], *, cleared_by_user: bool) -> bool:
-        """Return whether gradients may stay after a step.
-
-        Args:
-            optimizers: those of the run.
-            cleared_by_user: whether methods of the user call ``zero_grad``.
-
-        """
+        """Return whether gradients may stay after a step, as those do which the user clears."""
         return cleared_by_user or not all(map(fast_step.clears_gradients, optimizers))
 
 

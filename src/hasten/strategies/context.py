@@ -664,12 +664,8 @@ _Rows = list[int] | None
 def all_to_all(tensor: Tensor, group: ProcessGroup, sent: _Rows = None, received: _Rows = None) -> Tensor:
     """Return what the processes of a group sent here; gradients go the other way.
 
-    Args:
-        tensor: what this process sends, one part of its rows to each process, in order; contiguous.
-        group: the processes.
-        sent: how many rows go to each process; the same number by default.
-        received: how many rows come from each.
-
+    The tensor, contiguous, has one part of its rows for each process, in order. ``sent`` says how many rows go to each,
+    the same number by default, ``received`` how many come.
     """
     found: Tensor = _AllToAll.apply(tensor, group, sent, received)
     return found

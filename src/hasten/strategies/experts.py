@@ -214,10 +214,8 @@ class WholeExperts(_ByExpert):
 class ExchangedExperts(_ByExpert):
     """The processes of a group have different tokens, which travel to the processes of their experts and back.
 
-    Args:
-        alike: processes that have the same tokens, of which each then sends a part; None if all have different ones.
-        scale: a factor for the gradients of the experts.
-
+    Each process sends a part of the tokens that the processes ``alike`` have, too; None if all have different ones.
+    ``scale`` is a factor for the gradients of the experts.
     """
 
     sends_tokens = True
@@ -306,15 +304,8 @@ def divide_experts(
 ) -> dict[str, ParallelStyle]:
     """Divide the experts of ``model`` over processes that read different tokens, in place.
 
-    Args:
-        model: the model.
-        mesh: the processes that have all experts, a mesh of one dimension.
-        alike: see ``ExchangedExperts``.
-        scale: see ``ExchangedExperts``.
-        owner: the class that a program has written, for messages.
-
-    Returns:
-        the names of the modules that hold experts, and how they are divided.
+    Returned are the names of the modules that hold experts, and how they are divided. The mesh has one dimension; see
+    ``ExchangedExperts`` for ``alike`` and ``scale``.
 
     Raises:
         ValueError: the model has no experts, or some that the processes cannot share.

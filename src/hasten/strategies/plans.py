@@ -201,16 +201,7 @@ _split: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Part:
-    """A module that a plan splits.
-
-    Args:
-        name: of the module in the model.
-        module: the module.
-        style: torch's style for it.
-        pattern: its name pattern in the plan.
-        owner: the module that holds it.
-
-    """
+    """A module that a plan splits: its name, torch's style for it, its pattern in the plan, and what holds it."""
 
     name: str
     module: nn.Module

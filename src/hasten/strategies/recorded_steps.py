@@ -19,13 +19,9 @@ class RecordedSteps(Protocol):
     """
 
     def end_step(self, stage: str, batch: object = None, is_last: bool = False) -> None:
-        """Run what was recorded since the last step.
+        """Run what was recorded since the last step of "train", "validate", "test" or "predict".
 
-        Args:
-            stage: "train", "validate", "test" or "predict".
-            batch: the batch of this step; by default the last one of ``feed``.
-            is_last: whether it is the last one of its epoch.
-
+        The batch is by default the last one of ``feed``; ``is_last`` says whether it is the last one of its epoch.
         """
 
     def feed(self, batches: Iterable[Any], device: torch.device | None) -> Iterator[Any]:

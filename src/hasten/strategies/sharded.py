@@ -511,10 +511,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def as_shard(part: Tensor, like: Tensor) -> Tensor:
     """Return the ``DTensor`` that is divided as ``like`` is and of which ``part`` is this process's part.
 
-    Args:
-        part: what ``local_part`` returns for a tensor of the shape of ``like``; it is moved to its device.
-        like: a ``DTensor``; for another tensor, ``part`` is returned.
-
+    ``part`` is what ``local_part`` returns, and is moved to the device of ``like``. If that is another tensor, ``part``
+    is returned.
     """
     if not is_sharded(like):
         return part
@@ -528,13 +526,7 @@ def as_shard(part: Tensor, like: Tensor) -> Tensor:
 
 
 def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together, as a plain tensor.
-
-    Args:
-        gradients: plain tensors and ``DTensor``s of any meshes.
-        norm_type: the order of the norm.
-
-    """
+    """Return the norm of all gradients together, plain tensors and ``DTensor``s of any meshes, as a plain tensor."""
     if not gradients:
         return torch.tensor(0.0)
     groups: dict[Any, list[Tensor]] = {}

@@ -46,18 +46,12 @@ def prepared_run(
     *,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Set up a run without the Trainer's callbacks and loggers, and return ``body(run)``.
+    """Set up a run like ``stage`` without the Trainer's callbacks and loggers, and return ``body(run)``.
 
     Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, also after an error.
 
-    Args:
-        stage: the call that the run is like.
-        model: the module.
-        data: the loaders by stage ("train", "validate", "test", "predict"), as passed to a call.
-        datamodule: provides the data instead.
-        body: called in each process; ``limited_run`` works inside it.
-        callbacks: of this run.
-
+    The loaders by stage ("train", "validate", "test", "predict") are as passed to a call. ``body`` is called in each
+    process; ``limited_run`` works inside it.
     """
     trainer = self
     check_call(trainer._arguments, stage, model, datamodule, *data.values())
@@ -180,14 +174,7 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
 
 
 def show_run(self: Trainer, stage: Stage, run: Run, datamodule: LightningDataModule | None) -> None:
-    """Show the module, data and optimizers of a prepared run that is over, as after a call.
-
-    Args:
-        stage: the call that the run was like.
-        run: the run.
-        datamodule: the datamodule that has provided the data.
-
-    """
+    """Show module, data and optimizers of a prepared run that is over, as after the call that it was like."""
     trainer = self
     trainer.__dict__.update(
         _module=run.module, _datamodule=datamodule or trainer._datamodule, _reads_datamodule=datamodule is not None,
@@ -201,10 +188,7 @@ def show_run(self: Trainer, stage: Stage, run: Run, datamodule: LightningDataMod
 def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run], None]) -> None:
     """Make the calls of ``fit`` of this Trainer run ``body`` instead of the loop, without a checkpoint.
 
-    Args:
-        take: called with the run before it is prepared.
-        body: called with the run when it is prepared.
-
+    ``take`` is called with the run before it is prepared, ``body`` when it is.
     """
     own: Any = self
     call, make_run = self._call, self._make_run

@@ -103,12 +103,7 @@ class LayerSplit:
             )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> None:
-        """Split the layers of ``module``, in place.
-
-        Args:
-            module: the user's module.
-            mesh: all processes.
-            sizes: of the mesh.
+        """Split the layers of ``module``, in place, over the mesh of all processes.
 
         Raises:
             ValueError: the plan does not fit the module, or nothing divides it.

@@ -85,10 +85,7 @@ class ParameterShards:
     def apply(self, module: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
         """Call ``fully_shard`` on the blocks of ``module``, then on the rest of it, as far as it is not sharded.
 
-        Args:
-            module: the user's module, changed in place.
-            mesh: the processes: (shards,) or (replicas, shards).
-            strategy: the name of the strategy, for messages.
+        The mesh has the dimensions (shards,) or (replicas, shards).
 
         Raises:
             ValueError: the arguments do not fit the module.
@@ -148,10 +145,7 @@ class ParameterShards:
     def shard_experts(self, experts: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         """Call ``fully_shard`` on modules that hold some of the experts; called before ``apply``.
 
-        Args:
-            experts: the modules, changed in place.
-            mesh: the processes that have the same experts: (shards,) or (copies, shards).
-
+        The mesh, (shards,) or (copies, shards), has the processes with the same experts.
         """
         from torch.distributed.fsdp import fully_shard
 

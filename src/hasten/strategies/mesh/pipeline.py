@@ -132,11 +132,7 @@ class Pipeline:
         self._found: list[tuple[nn.Parameter, Tensor]] = []
 
     def divide(self, module: nn.Module, shard: Callable[[], None]) -> None:
-        """Give this process the layers of its stages.
-
-        Args:
-            module: the user's module, changed in place.
-            shard: divides the parameters that are left over further processes.
+        """Give this process the layers of its stages; ``shard`` divides what is left over further processes.
 
         Raises:
             ValueError: the module cannot be divided.
@@ -215,13 +211,9 @@ class Pipeline:
     def step(
         self, function: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
     ) -> Callable[..., Any]:
-        """Return a step that computes forward on all stages, and with ``trains`` backward.
+        """Return a step that computes forward on all stages, and with ``trains``, if it returns a loss, backward.
 
-        Args:
-            function: a step of the user's module.
-            trains: whether it returns a loss.
-            weighing: returns a context in which logged means count by a weight.
-
+        Logged means count by a weight in the context that ``weighing`` returns.
         """
         compute = self._train if trains else self._evaluate
 

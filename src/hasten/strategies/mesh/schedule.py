@@ -102,11 +102,8 @@ class Schedule:
     def idle_share(self, parts: int) -> float | None:
         """Return the part of a step in which a process waits for others, if all stages take the same time.
 
-        Args:
-            parts: the number of micro-batches.
-
-        Returns:
-            the part; None for schedules that fill the time with gradients of parameters, which wait less.
+        ``parts`` is the number of micro-batches. None for schedules that fill the time with gradients of parameters,
+        which wait less.
 
         Example::
 
@@ -173,13 +170,7 @@ class Stage(pipelining.PipelineStage):
         self._sends_headers = False
 
     def begin(self, kinds: list[Hashable], *, sends_headers: bool) -> None:
-        """Prepare for a batch.
-
-        Args:
-            kinds: what each micro-batch looks like, the same on all stages.
-            sends_headers: whether some look as none before.
-
-        """
+        """Prepare for a batch, of which each micro-batch is of a kind; headers are sent if some look as none before."""
         self._kinds, self._sends_headers = kinds, sends_headers
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}

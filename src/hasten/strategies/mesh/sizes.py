@@ -86,10 +86,7 @@ class MeshSizes:
         return self.context * self.tensor
 
     def named(self, *, always: Container[str] = ()) -> dict[str, int]:
-        """Return the sizes by name, as arguments of ``MeshStrategy``, without those that are 1.
-
-        Args:
-            always: names of axes to have even if their size is 1.
+        """Return the sizes by name, as arguments of ``MeshStrategy``, without those that are 1, except ``always``.
 
         Example::
 
@@ -100,12 +97,7 @@ class MeshSizes:
         return {axis: size for axis, size in asdict(self).items() if size > 1 or axis in always}
 
     def dimensions(self, *, always: Container[str] = ()) -> dict[str, int]:
-        """Return names and sizes of the dimensions of the mesh of parameters, without those of size 1.
-
-        Args:
-            always: names of dimensions to have even if their size is 1.
-
-        """
+        """Return names and sizes of the dimensions of the mesh of parameters, those of size 1 only if ``always``."""
         sizes = {
             PIPELINE: self.pipeline,
             REPLICATE: self.replicate,

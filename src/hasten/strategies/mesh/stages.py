@@ -107,11 +107,7 @@ class Stages:
     def run(self, stage: int, received: Tensor | None, step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Compute one stage of a step: return the activations for the next stage, or what the step returns.
 
-        Args:
-            stage: the stage.
-            received: the activations of the stage before; None for the first.
-            step: a step of the user's module.
-            arguments: its batch, and others.
+        ``received`` are the activations of the stage before, None for the first.
 
         Raises:
             ValueError: the step does not call the blocks in their order.
