@@ -97,16 +97,10 @@ def _new_module(module: str) -> str | None:
 
 @dataclass
 class Rewritten:
-    """A rewritten file.
-
-    Args:
-        data: its bytes.
-        by_hand: (line, what to do) for what could not be rewritten.
-
-    """
+    """A rewritten file."""
 
     data: bytes
-    by_hand: list[tuple[int, str]] = field(default_factory=list)
+    by_hand: list[tuple[int, str]] = field(default_factory=list)  # (line, what to do) for what could not be rewritten.
 
 
 def python(data: bytes) -> Rewritten:

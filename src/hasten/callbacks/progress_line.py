@@ -38,26 +38,16 @@ _LOSS = re.compile(r"(train(ing)?[/_.-]?)?loss([/_.-]?step)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Shown:
-    """What is known about a fit besides the values that the program logs; empty texts are not shown.
+    """What is known about a fit besides the values that the program logs; empty texts are not shown."""
 
-    Args:
-        step: batches after which an optimizer stepped, with the number of optimizer steps where that is the limit.
-        loss: of training; None if a logged value shows it, or it has not arrived.
-        speed: samples, tokens or batches a second.
-        waiting: the share of the time in which training waits for data, where it matters.
-        memory: the most memory that the device held.
-        left: the time to the end of the fit; or since its beginning, where no end is known.
-        slowest: the process that all others wait for, where it matters.
-
-    """
-
+    # Batches after which an optimizer stepped, with the number of optimizer steps where that is the limit.
     step: str = ""
-    loss: float | None = None
-    speed: str = ""
-    waiting: str = ""
-    memory: str = ""
-    left: str = ""
-    slowest: str = ""
+    loss: float | None = None  # Of training; None if a logged value shows it, or it has not arrived.
+    speed: str = ""  # Samples, tokens or batches a second.
+    waiting: str = ""  # The share of the time in which training waits for data, where it matters.
+    memory: str = ""  # The most memory that the device held.
+    left: str = ""  # The time to the end of the fit; or since its beginning, where no end is known.
+    slowest: str = ""  # The process that all others wait for, where it matters.
 
 
 def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> Shown:
@@ -168,17 +158,10 @@ def line_text(
     charset: str = Bar.UTF,
     bar: str | None = None,
 ) -> str:
-    """Return the line; what matters least is left out where there is no room.
+    """Return the line of what is done, such as "Epoch 1/9"; what matters least is left out where there is no room.
 
-    Args:
-        label: what is done, such as "Epoch 1/9".
-        n: batches that are done.
-        total: batches in all, if that is known.
-        values: what the program logs, as text.
-        about: what is known besides.
-        columns: of the terminal; None for all there is to say, without a bar.
-        charset: of which the bar is drawn.
-        bar: stands for the bar, where something else draws it.
+    Without ``columns``, those of the terminal, it says all there is, without a bar. The bar is drawn of the
+    ``charset``, or ``bar`` stands for it, where something else draws it.
 
     Example::
 

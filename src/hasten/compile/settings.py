@@ -25,26 +25,16 @@ _KEYS = ("mode", "options", "backend", "dynamic", *_OWN)
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """How a model is compiled.
+    """How a model is compiled."""
 
-    Args:
-        regional: compile the repeated blocks of the model once, and nothing else.
-        step: compile backward, clipping and the optimizer's step together with ``training_step``.
-        cache: keep compiled code for the next run of the program.
-        options: for ``torch.compile``.
-        context: from the user's own ``torch.compile(model)``; used instead of ``options``.
-        context_records: whether ``context`` records CUDA graphs.
-        on_host: whether the model is on the CPU.
-
-    """
-
-    regional: bool = False
-    step: bool = False
-    cache: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    regional: bool = False  # Compile the repeated blocks of the model once, and nothing else.
+    step: bool = False  # Compile backward, clipping and the optimizer's step together with ``training_step``.
+    cache: bool = True  # Keep compiled code for the next run of the program.
+    options: Mapping[str, Any] = field(default_factory=dict)  # For ``torch.compile``.
+    # From the user's own ``torch.compile(model)``; used instead of ``options``.
     context: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    context_records: bool = False
-    on_host: bool = False
+    context_records: bool = False  # Whether ``context`` records CUDA graphs.
+    on_host: bool = False  # Whether the model is on the CPU.
 
     @property
     def backend(self) -> Any:
@@ -92,13 +82,7 @@ class CompileSettings:
         return f"regional={self.regional} step={self.step} backend={self.backend} {sorted(options.items(), key=str)}"
 
     def compile(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
-        """Return ``function``, compiled when it is called for the first time.
-
-        Args:
-            function: the function.
-            whole: raise an error in that call if it cannot be one graph.
-
-        """
+        """Return ``function``, compiled when it is first called; if ``whole``, it has to be one graph."""
         if self.context is not None:
             return self.context(function)
         options = dict(self.options)

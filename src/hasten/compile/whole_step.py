@@ -42,16 +42,10 @@ _without_state: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped in the graph.
+    """How gradients are clipped in the graph."""
 
-    Args:
-        max_value: the largest norm of all gradients together, or the largest element; 0 for no clipping.
-        by_value: limit each element, not the norm.
-
-    """
-
-    max_value: float = 0.0
-    by_value: bool = False
+    max_value: float = 0.0  # The largest norm of all gradients together, or the largest element; 0 for no clipping.
+    by_value: bool = False  # Limit each element, not the norm.
 
     def of(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients, clipped as ``torch.nn.utils`` does it; None stays None."""
@@ -304,16 +298,10 @@ class WholeStep(Step):
         return self._settings.compile(own_code(step, self.name), whole=True)
 
     def train(self, update: Update, in_parts: Callable[..., Any], *args: object) -> tuple[Any, bool]:
-        """Train on a batch.
+        """Train on a batch; return the output of ``training_step`` and True.
 
-        Args:
-            update: of the optimizer.
-            in_parts: trains on the batch without this graph.
-            args: the batch and its index, for both.
-
-        Returns:
-            the output of ``training_step`` and True, or that of ``in_parts`` and False.
-
+        If the graph cannot, the result is the output of ``in_parts``, which trains without it, and False. ``args`` are
+        the batch and its index, for both.
         """
 
         def without_graph() -> Any:

@@ -213,19 +213,13 @@ class Reads(NamedTuple):
 
 @dataclass
 class GoesOn:
-    """An epoch that other processes have begun.
+    """An epoch that other processes have begun."""
 
-    Args:
-        after: what they read of it, one after the other.
-        seed: theirs.
-        rng: the states of the random generators in which one process alone began it; None for several.
-        by_workers: whether their workers divided the samples by themselves; None where that is not known.
-
-    """
-
-    after: tuple[Reads, ...]
-    seed: int | str
+    after: tuple[Reads, ...]  # What they read of it, one after the other.
+    seed: int | str  # Theirs.
+    # The states of the random generators in which one process alone began it; None for several.
     rng: dict[str, Any] | None = None
+    # Whether their workers divided the samples by themselves; None where that is not known.
     by_workers: bool | None = None
 
 
@@ -235,32 +229,20 @@ UNDECIDED, READERS, PROCESSES, NOBODY = range(4)
 
 @dataclass
 class Share:
-    """Which samples of a dataset a process keeps.
+    """Which samples of a dataset a process keeps."""
 
-    Args:
-        num_replicas: the number of processes.
-        rank: which of them this is.
-        seed: of the random numbers that the dataset draws, with the epoch.
-        splits_workers: whether workers divide what the dataset does not divide among them itself.
-        block: samples to read at once; 1 of a dataset whose position must be known after each.
-        batch_size: of the loader.
-        memory: the number of the epoch, and who divides the samples; shared with the workers.
-        goes_on: what the next iteration continues.
-        meeting: where the readers compare their first samples; None if there is nothing to compare.
-        is_part: whether the dataset is one process's part already, and only workers are left to divide it.
-
-    """
-
-    num_replicas: int
+    num_replicas: int  # The number of processes.
     rank: int
-    seed: int | str
-    splits_workers: bool = True
-    block: int = 1
-    batch_size: int | None = None
+    seed: int | str  # Of the random numbers that the dataset draws, with the epoch.
+    splits_workers: bool = True  # Whether workers divide what the dataset does not divide among them itself.
+    block: int = 1  # Samples to read at once; 1 of a dataset whose position must be known after each.
+    batch_size: int | None = None  # Of the loader.
+    # The number of the epoch, and who divides the samples; shared with the workers.
     memory: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
-    goes_on: GoesOn | None = None
+    goes_on: GoesOn | None = None  # What the next iteration continues.
+    # Where the readers compare their first samples; None if there is nothing to compare.
     meeting: Meeting | None = None
-    is_part: bool = False
+    is_part: bool = False  # Whether the dataset is one process's part already, and only workers are left to divide it.
 
     @property
     def decision(self) -> int:

@@ -101,24 +101,15 @@ def compare_readers(samples: Mapping[tuple[int, int], Sequence[str]], shares: Se
 
 
 class Meeting(NamedTuple):
-    """Where the readers of a stream compare their first samples. It can be pickled, for workers.
+    """Where the readers of a stream compare their first samples. It can be pickled, for workers."""
 
-    Args:
-        name: of the loader, in messages.
-        address: of the store, see ``agreement.address_of_store``; None where no other process can be asked.
-        token: the name of the place in the store, used for nothing else.
-        rank: of this process.
-        shares: by rank, which share of the data the process is to have.
-        workers: by rank, how many workers read for it.
-
-    """
-
-    name: str
+    name: str  # Of the loader, in messages.
+    # Of the store, see ``agreement.address_of_store``; None where no other process can be asked.
     address: tuple[Any, ...] | None
-    token: str
+    token: str  # The name of the place in the store, used for nothing else.
     rank: int
-    shares: tuple[int, ...]
-    workers: tuple[int, ...]
+    shares: tuple[int, ...]  # By rank, which share of the data the process is to have.
+    workers: tuple[int, ...]  # By rank, how many workers read for it.
 
     def compare(self, worker: int, digests: list[str]) -> ReaderComparison:
         """Return what the first samples of all readers show, the same for each of them; wait for the others.
@@ -159,12 +150,8 @@ def meet(dataset: IterableDataset[Any], name: str, share: int, workers: int, set
 
     All processes of the group call it; without a group, this process has no other to ask.
 
-    Args:
-        dataset: whose attributes are compared.
-        name: of the loader.
-        share: which share of the data this process is to have.
-        workers: how many workers read for it.
-        setup: how many loaders of this name were set up.
+    The attributes of the dataset are compared. ``share`` is the share of the data that this process is to have, read by
+    so many workers; ``setup`` counts the loaders of this name.
 
     Raises:
         RuntimeError: another process does not set this loader up.

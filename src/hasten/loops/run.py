@@ -49,31 +49,19 @@ _OUTSIDE = frozenset({"on_train_start", "on_train_epoch_start", "on_exception", 
 
 @dataclass
 class Progress:
-    """Five counters and two flags; checkpoints are taken between batches only, so they are enough.
+    """Five counters and two flags; checkpoints are taken between batches only, so they are enough."""
 
-    Args:
-        epoch: index of the epoch in hand.
-        batch: batches done in this epoch.
-        total_batches: batches done in the whole run.
-        global_step: optimizer steps done in the whole run.
-        logged_step: batches after which an optimizer stepped; the x axis of loggers counts them.
-        accumulation_index: batches whose gradients wait for the next optimizer step.
-        post_batch_done: what follows a batch (validation, schedulers on a monitored value) was done for the last one.
-        epoch_ended: the epoch in hand is complete, its last hooks included.
-        last_batch: the last batch of the epoch is done.
-        begun: the epoch has begun, though maybe no batch of it is done; only set in checkpoints taken inside a batch.
-
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    total_batches: int = 0
-    global_step: int = 0
-    logged_step: int = 0
-    accumulation_index: int = 0
+    epoch: int = 0  # Index of the epoch in hand.
+    batch: int = 0  # Batches done in this epoch.
+    total_batches: int = 0  # Batches done in the whole run.
+    global_step: int = 0  # Optimizer steps done in the whole run.
+    logged_step: int = 0  # Batches after which an optimizer stepped; the x axis of loggers counts them.
+    accumulation_index: int = 0  # Batches whose gradients wait for the next optimizer step.
+    # What follows a batch (validation, schedulers on a monitored value) was done for the last one.
     post_batch_done: bool = True
-    epoch_ended: bool = False
-    last_batch: bool = False
+    epoch_ended: bool = False  # The epoch in hand is complete, its last hooks included.
+    last_batch: bool = False  # The last batch of the epoch is done.
+    # The epoch has begun, though maybe no batch of it is done; only set in checkpoints taken inside a batch.
     begun: bool = False
 
     # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
@@ -129,59 +117,39 @@ class Progress:
 class Earlier:
     """The parts of a checkpoint that come from an earlier moment, at which a resumed run begins; None for the present.
 
-    Args:
-        random: the states of the random generators.
-        metrics: the states of the metrics.
-        loggers: the states of the loggers.
-        rows: the length of the history, as ``History.mark`` returns it.
-        changes: what hooks had changed about the module.
-
+    The first three are the states of the random generators, the metrics and the loggers.
     """
 
     random: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     loggers: list[dict[str, Any]] | None = None
-    rows: Mapping[str | None, int] | None = None
-    changes: dict[str, dict[str, Any]] | None = None
+    rows: Mapping[str | None, int] | None = None  # The length of the history, as ``History.mark`` returns it.
+    changes: dict[str, dict[str, Any]] | None = None  # What hooks had changed about the module.
 
 
 @dataclass(eq=False)
 class Window:
-    """Where the current batch is in its accumulation: the batches between two optimizer steps.
-
-    Args:
-        progress: of the run.
-        accumulate_grad_batches: the number of batches between two optimizer steps, from the arguments.
-        is_start: whether the batch is the first one.
-        is_end: whether it is the last one, after which the optimizer steps.
-        is_last_batch: whether it is the last one of its epoch.
-        size: the divisor of its loss: the number of batches, or more for a part of a batch.
-        plan: the size of an accumulation, the size of the epoch's last one, and the index of its first batch.
-        resumed_divisor: the divisor of each batch in the accumulation that the checkpoint's run left open.
-        loss: the latest loss, as ``training_step`` returned it; it is read when values are fetched anyway.
-        gradient_norm: of the latest step before it was clipped; None if its gradients are not clipped by their norm.
-        weight: the sum of the weights of its batches so far; None if they have no weights.
-        is_unweighed: whether a batch had a loss without a weight.
-        skipped_batches: batches of the run whose loss was None.
-        keeps_gradients: whether gradients may stay after a step: the loop finds out when it chooses how to train.
-        finish_in_step: completes the gradients within the step of the wrapped optimizer, if that is not done before it.
-
-    """
+    """Where the current batch is in its accumulation: the batches between two optimizer steps."""
 
     progress: Progress
-    accumulate_grad_batches: int = 1
-    is_start: bool = True
-    is_end: bool = True
-    is_last_batch: bool = False
-    size: float = 1
+    accumulate_grad_batches: int = 1  # The number of batches between two optimizer steps, from the arguments.
+    is_start: bool = True  # Whether the batch is the first one.
+    is_end: bool = True  # Whether it is the last one, after which the optimizer steps.
+    is_last_batch: bool = False  # Whether it is the last one of its epoch.
+    size: float = 1  # The divisor of its loss: the number of batches, or more for a part of a batch.
+    # The size of an accumulation, the size of the epoch's last one, and the index of its first batch.
     plan: tuple[int, int, float] | None = None
+    # The divisor of each batch in the accumulation that the checkpoint's run left open.
     resumed_divisor: int | None = None
-    loss: Any = None
+    loss: Any = None  # The latest loss, as ``training_step`` returned it; it is read when values are fetched anyway.
+    # Of the latest step before it was clipped; None if its gradients are not clipped by their norm.
     gradient_norm: Tensor | None = None
-    weight: Any = None
-    is_unweighed: bool = False
-    skipped_batches: int = 0
+    weight: Any = None  # The sum of the weights of its batches so far; None if they have no weights.
+    is_unweighed: bool = False  # Whether a batch had a loss without a weight.
+    skipped_batches: int = 0  # Batches of the run whose loss was None.
+    # Whether gradients may stay after a step: the loop finds out when it chooses how to train.
     keeps_gradients: bool = True
+    # Completes the gradients within the step of the wrapped optimizer, if that is not done before it.
     finish_in_step: Callable[[], None] | None = None
 
     def divisor_of(self, batch_idx: int) -> int:

@@ -26,23 +26,14 @@ _meetings = itertools.count()
 
 @dataclass(frozen=True)
 class Party:
-    """The processes that must connect, and the rank of this one among them.
-
-    Args:
-        rank: of this process.
-        world_size: the number of processes.
-        timeout: how long it waits for the others.
-        per_machine: the number of processes of one machine; None if it is not known.
-        started_by_hasten: whether one of them has started all others.
-        left: returns the ranks of processes that ended without an error, as far as this process knows.
-
-    """
+    """The processes that must connect, and the rank of this one among them."""
 
     rank: int
-    world_size: int
-    timeout: timedelta
-    per_machine: int | None = None
-    started_by_hasten: bool = False
+    world_size: int  # The number of processes.
+    timeout: timedelta  # How long it waits for the others.
+    per_machine: int | None = None  # The number of processes of one machine; None if it is not known.
+    started_by_hasten: bool = False  # Whether one of them has started all others.
+    # Returns the ranks of processes that ended without an error, as far as this process knows.
     left: Callable[[], list[int]] = list
 
 

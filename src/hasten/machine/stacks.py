@@ -79,30 +79,18 @@ def _owner(file: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a process is doing, read from a stack.
+    """What a process is doing, read from a stack."""
 
-    Args:
-        doing: for people, such as "in Model.training_step" or "waits in all_reduce".
-        hook: the function of the user that hasten called, or "".
-        waits: for other processes.
-        is_long: takes part in something that may take longer than a step: a checkpoint, ``prepare_data``, a barrier.
-        is_unlimited: waits for work of the first process that may take as long as it wants.
-        saves: works on a checkpoint, also in a thread, and does not wait in a collective.
-        in_save_checkpoint: is in the Trainer's ``save_checkpoint``.
-        is_patient: runs the user's hook around the steps, or ends the run.
-        in_backward: computes a backward, or waits in it for others.
-
-    """
-
-    doing: str
-    hook: str
-    waits: bool
+    doing: str  # For people, such as "in Model.training_step" or "waits in all_reduce".
+    hook: str  # The function of the user that hasten called, or "".
+    waits: bool  # Waits for other processes.
+    # Takes part in something that may take longer than a step: a checkpoint, ``prepare_data``, a barrier.
     is_long: bool
-    is_unlimited: bool
-    saves: bool
-    in_save_checkpoint: bool
-    is_patient: bool
-    in_backward: bool
+    is_unlimited: bool  # Waits for work of the first process that may take as long as it wants.
+    saves: bool  # Works on a checkpoint, also in a thread, and does not wait in a collective.
+    in_save_checkpoint: bool  # Is in the Trainer's ``save_checkpoint``.
+    is_patient: bool  # Runs the user's hook around the steps, or ends the run.
+    in_backward: bool  # Computes a backward, or waits in it for others.
 
 
 def activity_of(frames: Sequence[Frame]) -> Activity:
@@ -249,18 +237,11 @@ def report(headline: str, ranks: Mapping[int, tuple[str, Sequence[Frame]]]) -> s
 
 @dataclass(frozen=True, slots=True)
 class LastCollective:
-    """The last collective that a process has begun in one process group.
+    """The last collective that a process has begun in one process group."""
 
-    Args:
-        group: the name of the group.
-        number: counts the collectives of the group, from 1.
-        text: what it is, such as "all_reduce of float32 (130)".
-
-    """
-
-    group: str
-    number: int
-    text: str
+    group: str  # The name of the group.
+    number: int  # Counts the collectives of the group, from 1.
+    text: str  # What it is, such as "all_reduce of float32 (130)".
 
 
 def last_collectives(entries: Iterable[Mapping[str, Any]]) -> list[LastCollective]:

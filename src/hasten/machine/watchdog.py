@@ -57,42 +57,26 @@ class Position:
 
 @dataclass(slots=True)
 class Beat:
-    """The report of a process.
+    """The report of a process."""
 
-    Args:
-        number: counts the reports.
-        count: changes with each batch.
-        groups: how many collectives each process group has begun.
-        idle_seconds: time since either of them changed.
-        usual_seconds: how long a batch takes, 0 before it is known.
-        stop: the signal that asked the process to stop, 0 without one.
-        stop_seconds: for how long it has asked.
-        presses: how often the signal came.
-        waits: see ``stacks.Activity``; so are the next six.
-        left: the process has left the run.
-        host: the name of its machine.
-        pid: its process ID on that machine.
-
-    """
-
-    number: int = 0
-    count: int = 0
-    groups: dict[str, int] = field(default_factory=dict)
-    idle_seconds: float = 0.0
-    usual_seconds: float = 0.0
-    stop: int = 0
-    stop_seconds: float = 0.0
-    presses: int = 0
-    waits: bool = False
+    number: int = 0  # Counts the reports.
+    count: int = 0  # Changes with each batch.
+    groups: dict[str, int] = field(default_factory=dict)  # How many collectives each process group has begun.
+    idle_seconds: float = 0.0  # Time since either of them changed.
+    usual_seconds: float = 0.0  # How long a batch takes, 0 before it is known.
+    stop: int = 0  # The signal that asked the process to stop, 0 without one.
+    stop_seconds: float = 0.0  # For how long it has asked.
+    presses: int = 0  # How often the signal came.
+    waits: bool = False  # See ``stacks.Activity``; so are the next six.
     is_long: bool = False
     is_unlimited: bool = False
     saves: bool = False
     in_save_checkpoint: bool = False
     is_patient: bool = False
     in_backward: bool = False
-    left: bool = False
-    host: str = ""
-    pid: int = 0
+    left: bool = False  # The process has left the run.
+    host: str = ""  # The name of its machine.
+    pid: int = 0  # Its process ID on that machine.
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,20 +67,12 @@ class _Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a fit trains at the moment; for all processes together.
+    """How fast a fit trains at the moment; for all processes together."""
 
-    Args:
-        batches: a second, of one process.
-        samples: a second; None if batches do not show how many they have.
-        tokens: a second; None if batches have no ``input_ids``.
-        waiting: the share of the time in which the device waits for data; None if it is not known.
-
-    """
-
-    batches: float
-    samples: float | None
-    tokens: float | None
-    waiting: float | None
+    batches: float  # Those of one process in a second.
+    samples: float | None  # In a second; None if batches do not show how many they have.
+    tokens: float | None  # In a second; None if batches have no ``input_ids``.
+    waiting: float | None  # The share of the time in which the device waits for data; None if it is not known.
 
 
 class Pace:
@@ -309,14 +301,7 @@ class Pace:
             self._run.observers.record.add("validation", **self._position(self._run), seconds=seconds)
 
     def end_checkpoint(self, aside: _Aside, path: PathLike, callbacks: Iterable[object]) -> None:
-        """Count a checkpoint that was saved, or is being written in the background.
-
-        Args:
-            aside: what ``pause`` returned when it began.
-            path: of the checkpoint.
-            callbacks: those that save checkpoints, one of which may have saved this one.
-
-        """
+        """Count a checkpoint that was saved, maybe by one of the callbacks, or is being written in the background."""
         seconds, run = self._resume(aside), self._run
         self.saved += seconds
         if run is not None and run.observers.record.writes:

@@ -38,42 +38,24 @@ ROW_TARGET = "hasten_tools.demo.row:run"
 
 @dataclass(eq=False)
 class Result:
-    """The measurements of a row.
-
-    Args:
-        row: which.
-        variant: everything that is on in it.
-        steps: optimizer steps of the whole training.
-        tokens: useful tokens of the whole training; what steps are counted in.
-        base: the row it was compared with.
-        comparison: with ``base``, turn by turn.
-        kept: whether the rows below have its speed-up, too: not where it is not faster.
-        ready_seconds: from the start of its process to its first step.
-        first: its first steps, which pay for memory and for compiling.
-        turns: those after them.
-        in_full: whether ``seconds`` cover the whole training.
-        full_seconds: of the whole training, of a row that was trained in full.
-        refused: why hasten would not train so; such a row has no figures.
-        accuracies: on the test samples, 0 to 1, for each seed it was trained in full with.
-        validation_accuracy: on the validation samples.
-
-    """
+    """The measurements of a row."""
 
     row: LadderRow
-    variant: RowVariant
-    steps: int
-    tokens: int = 1
-    base: Result | None = None
-    comparison: Comparison | None = None
-    kept: bool = True
-    ready_seconds: float = 0.0
-    first: Turn | None = None
-    turns: list[Turn] = field(default_factory=list)
-    in_full: bool = False
-    full_seconds: float | None = None
-    refused: str | None = None
+    variant: RowVariant  # Everything that is on in it.
+    steps: int  # Optimizer steps of the whole training.
+    tokens: int = 1  # Useful tokens of the whole training; what steps are counted in.
+    base: Result | None = None  # The row it was compared with.
+    comparison: Comparison | None = None  # With it, turn by turn.
+    kept: bool = True  # Whether the rows below have its speed-up, too: not where it is not faster.
+    ready_seconds: float = 0.0  # From the start of its process to its first step.
+    first: Turn | None = None  # Its first steps, which pay for memory and for compiling.
+    turns: list[Turn] = field(default_factory=list)  # Its steps after them.
+    in_full: bool = False  # Whether ``seconds`` cover the whole training.
+    full_seconds: float | None = None  # Of the whole training, of a row that was trained in full.
+    refused: str | None = None  # Why hasten would not train so; such a row has no figures.
+    # On the test samples, 0 to 1, for each seed it was trained in full with.
     accuracies: list[float] = field(default_factory=list)
-    validation_accuracy: float | None = None
+    validation_accuracy: float | None = None  # On the validation samples.
 
     @property
     def accuracy(self) -> float | None:

@@ -26,26 +26,15 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class RowVariant:
-    """The variant that a row trains: arguments of its Trainer, and changes of model or data.
+    """The variant that a row trains: arguments of its Trainer, and changes of model or data."""
 
-    Args:
-        trainer: arguments of ``hasten.Trainer``; None trains with the hand-written loop.
-        attention_dropout: keep the dropout inside attention.
-        frozen: train only the upper half of the blocks and the head.
-        max_length: maximum number of tokens of a sample; None for the task's own.
-        to_longest: pad each batch to its own longest sample.
-        fused: use torch's fused optimizer in the hand-written loop.
-        autocast: compute the loss in bfloat16 where autocast does, in the hand-written loop.
-
-    """
-
-    trainer: Mapping[str, Any] | None = None
-    attention_dropout: bool = True
-    frozen: bool = False
-    max_length: int | None = None
-    to_longest: bool = False
-    fused: bool = False
-    autocast: bool = False
+    trainer: Mapping[str, Any] | None = None  # Arguments of ``hasten.Trainer``; None trains with the hand-written loop.
+    attention_dropout: bool = True  # Keep the dropout inside attention.
+    frozen: bool = False  # Train only the upper half of the blocks and the head.
+    max_length: int | None = None  # Maximum number of tokens of a sample; None for the task's own.
+    to_longest: bool = False  # Pad each batch to its own longest sample.
+    fused: bool = False  # Use torch's fused optimizer in the hand-written loop.
+    autocast: bool = False  # Compute the loss in bfloat16 where autocast does, in the hand-written loop.
 
     def argument(self, name: str) -> Any:
         """Return an argument of the Trainer, None where it is not given."""
@@ -59,26 +48,16 @@ class RowVariant:
 
 @dataclass(frozen=True)
 class LadderRow:
-    """One row of a ladder.
+    """One row of a ladder."""
 
-    Args:
-        name: for the table.
-        line: the line of code that makes the difference.
-        arguments: arguments of the Trainer, in addition to the arguments of the rows above that were faster.
-        changes: to the other fields of the :class:`RowVariant`.
-        safety: what the row may change at most.
-        alone: the row takes nothing from the rows above and passes nothing on.
-        by_hand: the row is a loop without hasten, another one than the first row's.
-
-    """
-
-    name: str
-    line: str
+    name: str  # For the table.
+    line: str  # The line of code that makes the difference.
+    # Arguments of the Trainer, in addition to the arguments of the rows above that were faster.
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    safety: Safety = Safety.SAME_BITS
-    alone: bool = False
-    by_hand: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)  # To the other fields of the :class:`RowVariant`.
+    safety: Safety = Safety.SAME_BITS  # What the row may change at most.
+    alone: bool = False  # The row takes nothing from the rows above and passes nothing on.
+    by_hand: bool = False  # The row is a loop without hasten, another one than the first row's.
 
     @property
     def same_maths(self) -> bool:

@@ -38,59 +38,36 @@ QUIETLY: dict[str, Any] = {
 
 @dataclass
 class Facts:
-    """The facts about a program's first fit.
+    """The facts about a program's first fit."""
 
-    Args:
-        arguments: the arguments that the program passes to its Trainer, with their values.
-        trained: the module's class.
-        automatic: whether the loop steps the optimizer.
-        closure: whether the optimizer's step computes the loss itself.
-        configure: lines that call ``configure_optimizers`` and take its value apart.
-        optimizers: the names of the optimizers in these lines.
-        returns_optimizers: whether ``configure_optimizers`` returns an optimizer, or several and nothing else.
-        schedulers: name, interval, frequency, and monitored value or None of each scheduler.
-        scheduler_kinds: their classes.
-        rate_names: what LearningRateMonitor calls the learning rate of each optimizer, and the interval of its
-            scheduler, None without one.
-        all_parameters: whether the optimizer has exactly the parameters of the module, in their order.
-        length: batches of the training loader, or None.
-        validates: whether there is validation data and a step for it.
-        data_from: "call", "datamodule" or "model".
-        generator: whether the training loader has a random generator of its own.
-        datamodule: the class of the datamodule.
-        processes: that train together.
-        logger: the class of the first logger, "" without one.
-        defaults: of the arguments of the Trainer.
-        root: the folder for files without another one.
-        grad_enabled: whether gradients are on where ``fit`` is called.
-        made_at: the line of the program that makes the Trainer; 0 if it is not known.
-        verbs_before: "validate", "test" and "predict" if they are called before.
-
-    """
-
-    arguments: dict[str, Any]
-    trained: type
-    automatic: bool = True
-    closure: bool = False
+    arguments: dict[str, Any]  # The arguments that the program passes to its Trainer, with their values.
+    trained: type  # The module's class.
+    automatic: bool = True  # Whether the loop steps the optimizer.
+    closure: bool = False  # Whether the optimizer's step computes the loss itself.
+    # Lines that call ``configure_optimizers`` and take its value apart.
     configure: list[str] = field(default_factory=list)
-    optimizers: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)  # The names of the optimizers in these lines.
+    # Whether ``configure_optimizers`` returns an optimizer, or several and nothing else.
     returns_optimizers: bool = False
+    # Name, interval, frequency, and monitored value or None of each scheduler.
     schedulers: list[tuple[str, str, int, str | None]] = field(default_factory=list)
-    scheduler_kinds: list[str] = field(default_factory=list)
+    scheduler_kinds: list[str] = field(default_factory=list)  # Their classes.
+    # What LearningRateMonitor calls the learning rate of each optimizer, and the interval of its scheduler, None
+    # without one.
     rate_names: list[tuple[str, str | None]] = field(default_factory=list)
-    all_parameters: bool = True
-    length: float | None = None
-    validates: bool = False
-    data_from: str = "call"
-    generator: bool = False
-    datamodule: type | None = None
-    grad_enabled: bool = True
-    processes: int = 1
-    logger: str = ""
-    root: str = "."
-    made_at: int = 0
-    verbs_before: list[str] = field(default_factory=list)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    all_parameters: bool = True  # Whether the optimizer has exactly the parameters of the module, in their order.
+    length: float | None = None  # Batches of the training loader, or None.
+    validates: bool = False  # Whether there is validation data and a step for it.
+    data_from: str = "call"  # "call", "datamodule" or "model".
+    generator: bool = False  # Whether the training loader has a random generator of its own.
+    datamodule: type | None = None  # The class of the datamodule.
+    grad_enabled: bool = True  # Whether gradients are on where ``fit`` is called.
+    processes: int = 1  # How many train together.
+    logger: str = ""  # The class of the first logger, "" without one.
+    root: str = "."  # The folder for files without another one.
+    made_at: int = 0  # The line of the program that makes the Trainer; 0 if it is not known.
+    verbs_before: list[str] = field(default_factory=list)  # "validate", "test" and "predict" if they are called before.
+    defaults: dict[str, Any] = field(default_factory=dict)  # Of the arguments of the Trainer.
 
 
 def given_arguments(trainer: Trainer) -> dict[str, Any]:

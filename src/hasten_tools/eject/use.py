@@ -56,42 +56,24 @@ CLASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Use:
-    """What the source of the program uses; see ``program.py``, which fills it.
+    """What the source of the program uses; see ``program.py``, which fills it."""
 
-    Args:
-        members: of the module, such as "log".
-        of_trainer: attributes of the Trainer.
-        model_hooks: that its modules define, and those that not all of them do.
-        user_hooks: that its own callbacks define.
-        classes: hasten's callbacks that it makes.
-        verbs: the calls of a Trainer, with the names of their arguments.
-        parameters: of ``Trainer(...)`` that it gives.
-        keeps_loggers: whether it uses its loggers beyond passing them to the Trainer.
-        loggers: the classes of those that are written.
-        file_names: whether a ModelCheckpoint has a ``filename``.
-        best_k_models: whether it reads ``best_k_models`` of a ModelCheckpoint.
-        peeks: whether a hook at the end of an evaluation reads values that were logged in it.
-        names_runs: whether it names the folder of a run that hasten makes, such as lightning_logs/version_0.
-        saves_hparams: whether a module calls ``save_hyperparameters``.
-        adds_checkpoint: whether the Trainer adds a ModelCheckpoint.
-
-    """
-
-    members: set[str] = field(default_factory=set)
-    of_trainer: set[str] = field(default_factory=set)
-    model_hooks: set[str] = field(default_factory=set)
-    missing_hooks: set[str] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)  # Of the module, such as "log".
+    of_trainer: set[str] = field(default_factory=set)  # Attributes of the Trainer.
+    model_hooks: set[str] = field(default_factory=set)  # That its modules define.
+    missing_hooks: set[str] = field(default_factory=set)  # Those of them that not all modules define.
     data_hooks: set[str] = field(default_factory=set)
     data_methods: set[str] = field(default_factory=set)
-    user_hooks: set[str] = field(default_factory=set)
+    user_hooks: set[str] = field(default_factory=set)  # That its own callbacks define.
     user_callbacks: bool = False
     user_callback_state: bool = False
-    classes: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)  # Hasten's callbacks that it makes.
+    # The calls of a Trainer, with the names of their arguments.
     verbs: dict[str, set[str]] = field(default_factory=dict)
     without_data: set[str] = field(default_factory=set)
     without_model: set[str] = field(default_factory=set)
     loud: set[str] = field(default_factory=set)
-    parameters: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)  # Of ``Trainer(...)`` that it gives.
     log_options: set[str] = field(default_factory=set)
     unweighed_logs: bool = False
     step_logs: bool = False
@@ -107,12 +89,13 @@ class Use:
     third_party: bool = False
     as_lightning: bool = False
     monitors: set[str] = field(default_factory=set)
-    keeps_loggers: bool = False
-    loggers: set[str] = field(default_factory=set)
-    file_names: bool = False
-    adds_checkpoint: bool = False
-    saves_hparams: bool = False
+    keeps_loggers: bool = False  # Whether it uses its loggers beyond passing them to the Trainer.
+    loggers: set[str] = field(default_factory=set)  # The classes of those that are written.
+    file_names: bool = False  # Whether a ModelCheckpoint has a ``filename``.
+    adds_checkpoint: bool = False  # Whether the Trainer adds a ModelCheckpoint.
+    saves_hparams: bool = False  # Whether a module calls ``save_hyperparameters``.
     hparams_are_dict: bool = False
-    best_k_models: bool = False
-    peeks: bool = False
+    best_k_models: bool = False  # Whether it reads ``best_k_models`` of a ModelCheckpoint.
+    peeks: bool = False  # Whether a hook at the end of an evaluation reads values that were logged in it.
+    # Whether it names the folder of a run that hasten makes, such as lightning_logs/version_0.
     names_runs: bool = False

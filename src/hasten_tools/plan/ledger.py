@@ -26,18 +26,11 @@ _GROWTH = 1.005
 
 
 class Spread(NamedTuple):
-    """How the processes of a group are spread over machines.
+    """How the processes of a group are spread over machines."""
 
-    Args:
-        processes: how many there are.
-        crossing: how many of them send to another machine in a ring in the order of ranks.
-        elsewhere: how many are on other machines than the first of them.
-
-    """
-
-    processes: int
-    crossing: int
-    elsewhere: int
+    processes: int  # How many there are.
+    crossing: int  # How many of them send to another machine in a ring in the order of ranks.
+    elsewhere: int  # How many are on other machines than the first of them.
 
     @classmethod
     def of(cls, ranks: Sequence[int], per_machine: int | None) -> Spread:
@@ -61,21 +54,16 @@ class Spread(NamedTuple):
 
 @dataclass
 class Sent:
-    """The collectives of one kind in one step, of one process.
-
-    Args:
-        calls: how many.
-        payload_bytes: of the whole tensors: all parts of an all-gather, the input of a reduce-scatter, the tensor of
-            an all-reduce or a broadcast.
-        ring_bytes: what this process sends in a ring: (n - 1) / n of the payload for all-gather and reduce-scatter,
-            twice that for all-reduce; all of it where it sends to one process.
-        parts: ``ring_bytes`` in parts, by the share of them that goes between machines: (of so many, of how many).
-
-    """
+    """The collectives of one kind in one step, of one process."""
 
     calls: int = 0
+    # Of the whole tensors: all parts of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or a
+    # broadcast.
     payload_bytes: int = 0
+    # What this process sends in a ring: (n - 1) / n of the payload for all-gather and reduce-scatter, twice that for
+    # all-reduce; all of it where it sends to one process.
     ring_bytes: int = 0
+    # ``ring_bytes`` in parts, by the share of them that goes between machines: (of so many, of how many).
     parts: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, payload: int, spread: Spread, rounds: int, *, in_ring: bool = True) -> None:

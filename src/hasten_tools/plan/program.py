@@ -21,32 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan; None to use the program's own settings.
+    """What to plan; None to use the program's own settings."""
 
-    Args:
-        devices: the number of devices in all; 8 on each machine if the program leaves that to the machine.
-        nodes: the number of machines.
-        strategy: its name.
-        tensor_parallel: split layers over as many processes.
-        precision: its name.
-        memory: of a device, in bytes.
-        accelerator: "gpu" or "cpu".
-        budget_seconds: for the changes or the meshes; none is begun after this time.
-        mesh: sizes of its axes, or "auto" to find them.
-        speeds: with which seconds are estimated.
-
-    """
-
+    # The number of devices in all; 8 on each machine if the program leaves that to the machine.
     devices: int | None = None
-    nodes: int | None = None
+    nodes: int | None = None  # The number of machines.
     strategy: str | None = None
-    tensor_parallel: int | None = None
+    tensor_parallel: int | None = None  # Split layers over as many processes.
     precision: str | None = None
-    memory: int | None = None
-    accelerator: str = "gpu"
-    budget_seconds: float = BUDGET_SECONDS
-    mesh: Mesh | None = None
-    speeds: Speeds | None = None
+    memory: int | None = None  # Of a device, in bytes.
+    accelerator: str = "gpu"  # "gpu" or "cpu".
+    budget_seconds: float = BUDGET_SECONDS  # For the changes or the meshes; none is begun after this time.
+    mesh: Mesh | None = None  # Sizes of its axes, or "auto" to find them.
+    speeds: Speeds | None = None  # With which seconds are estimated.
 
 
 class _End(SystemExit):

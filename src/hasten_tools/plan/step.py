@@ -79,26 +79,15 @@ class Unplannable(Exception):
 
 @dataclass(frozen=True)
 class Order:
-    """What to plan.
+    """What to plan."""
 
-    Args:
-        changes: arguments of the Trainer to change.
-        devices: the number of processes.
-        nodes: the number of machines they are on.
-        batch_parts: in how many parts each batch is computed, with as many times the accumulation.
-        on_gpu: step optimizers as torch does on GPUs.
-        kept: how many of a module's equal blocks to keep; None for all.
-        process: which of the processes to follow.
-
-    """
-
-    changes: Mapping[str, Any]
-    devices: int
-    nodes: int
-    batch_parts: int = 1
-    on_gpu: bool = True
-    kept: int | None = None
-    process: int = 0
+    changes: Mapping[str, Any]  # Arguments of the Trainer to change.
+    devices: int  # The number of processes.
+    nodes: int  # The number of machines they are on.
+    batch_parts: int = 1  # In how many parts each batch is computed, with as many times the accumulation.
+    on_gpu: bool = True  # Step optimizers as torch does on GPUs.
+    kept: int | None = None  # How many of a module's equal blocks to keep; None for all.
+    process: int = 0  # Which of the processes to follow.
 
 
 def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured:

@@ -12,27 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a fit in one process; infinite where it is not known.
+    """The length of a fit in one process; infinite where it is not known."""
 
-    Args:
-        batches: training batches of an epoch.
-        steps: optimizer steps of an epoch.
-        epochs: epochs of the fit.
-        total_steps: optimizer steps of the fit.
-        logged_steps: batches of all epochs after which an optimizer steps, on each of the processes: the steps that
-            ``log_every_n_steps`` counts. A limit of ``max_steps`` comes on top.
-        validations: how often the fit validates.
-        processes: that share the batches in the fit itself.
-
-    """
-
-    batches: float
-    steps: float
-    epochs: float
-    total_steps: float
+    batches: float  # Training batches of an epoch.
+    steps: float  # Optimizer steps of an epoch.
+    epochs: float  # Epochs of the fit.
+    total_steps: float  # Optimizer steps of the fit.
+    # Batches of all epochs after which an optimizer steps, on each of the processes: the steps that
+    # ``log_every_n_steps`` counts. A limit of ``max_steps`` comes on top.
     logged_steps: float
-    validations: float
-    processes: int = 1
+    validations: float  # How often the fit validates.
+    processes: int = 1  # How many share the batches in the fit itself.
 
     @classmethod
     def of(cls, run: Run, processes: int = 1) -> Length:

@@ -14,22 +14,13 @@ _LEAST_REPORTS, _LEAST_SHARE = 3, 0.25
 
 @dataclass(frozen=True)
 class RankRow:
-    """What the reports that name a process say of it, on the average.
-
-    Args:
-        rank: of the process.
-        slowest: the number of reports in which it was the slowest by so much that it is named.
-        own_seconds: of a step, without those in which it waits for other processes.
-        data_share: the share of these in which it waits for data.
-        waiting_seconds: in which it waits for other processes, at least.
-
-    """
+    """What the reports that name a process say of it, on the average."""
 
     rank: int
-    slowest: int
-    own_seconds: float
-    data_share: float
-    waiting_seconds: float
+    slowest: int  # The number of reports in which it was the slowest by so much that it is named.
+    own_seconds: float  # Of a step, without waiting for other processes.
+    data_share: float  # The share of these in which it waits for data.
+    waiting_seconds: float  # Of waiting for other processes, at least.
 
 
 def rank_rows(lines: Sequence[Mapping[str, Any]]) -> list[RankRow]:

@@ -43,17 +43,12 @@ class NotKnown(Exception):
 
 @dataclass
 class Rest:
-    """The rest of an epoch that was begun with another number of processes, or another batch size.
+    """The rest of an epoch that was begun with another number of processes, or another batch size."""
 
-    Args:
-        batches: this process's index batches; before the position they are placeholders. None for an
-            ``IterableDataset``.
-        state: as plain data what ``rest_of`` needs to come to the same again. ``"begun"`` is the position, in batches:
-            as many as an epoch of this loader has more than the rest.
-
-    """
-
+    # This process's index batches; before the position they are placeholders. None for an ``IterableDataset``.
     batches: list[Any] | None
+    # As plain data what ``rest_of`` needs to come to the same again. ``"begun"`` is the position, in batches: as many
+    # as an epoch of this loader has more than the rest.
     state: State
 
     @property
@@ -150,14 +145,9 @@ def _described_stream(loader: DataLoader[Any]) -> State:
 
 
 def state_of(loader: Iterable[Any], start: State, last: Any, *, has_workers_from_before: bool) -> State:
-    """Return as plain data what draws the order of the current epoch.
+    """Return as plain data what draws the order of the current epoch, which began in the random state ``start``.
 
-    Args:
-        loader: the loader.
-        start: the random state in which the epoch began.
-        last: the indices of the last batch that is done, if they are known.
-        has_workers_from_before: whether the workers were there before the epoch.
-
+    ``last`` are the indices of the last batch that is done, if they are known.
     """
     try:
         found = described(loader)

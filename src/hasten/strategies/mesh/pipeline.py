@@ -46,20 +46,12 @@ _COLLECTIVE = ("all_gather", "all_reduce", "barrier", "broadcast", "gather_objec
 
 @dataclass
 class _Results:
-    """What the last stage has computed, for all stages.
+    """What the last stage has computed, for all stages."""
 
-    Args:
-        output: what the step returns, with the loss of a training step apart.
-        loss: the loss of a training step, a tensor of one element.
-        weight: the sum of "loss_weight" over the micro-batches; None if the step returns none.
-        calls: the calls of ``self.log``.
-
-    """
-
-    output: Any = None
-    loss: Tensor | None = None
-    weight: Tensor | None = None
-    calls: list[LogCall] = field(default_factory=list)
+    output: Any = None  # What the step returns, with the loss of a training step apart.
+    loss: Tensor | None = None  # The loss of a training step, a tensor of one element.
+    weight: Tensor | None = None  # The sum of "loss_weight" over the micro-batches; None if the step returns none.
+    calls: list[LogCall] = field(default_factory=list)  # The calls of ``self.log``.
 
 
 @dataclass
@@ -72,24 +64,15 @@ class _Metric:
 
 @dataclass
 class _Batch:
-    """A batch of training that goes through the stages.
+    """A batch of training that goes through the stages."""
 
-    Args:
-        function: the step of the user's module.
-        parts: the arguments of the step for each micro-batch.
-        sizes: the samples of each.
-        outputs: what the last stage has returned, without graphs.
-        calls: the calls of ``self.log`` in the last stage, with the place of the micro-batch.
-        logged: those of the micro-batch in hand.
-
-    """
-
-    function: Callable[..., Any]
-    parts: list[tuple[Any, ...]]
-    sizes: list[int]
-    outputs: list[dict[str, Any]] = field(default_factory=list)
+    function: Callable[..., Any]  # The step of the user's module.
+    parts: list[tuple[Any, ...]]  # The arguments of the step for each micro-batch.
+    sizes: list[int]  # The samples of each.
+    outputs: list[dict[str, Any]] = field(default_factory=list)  # What the last stage has returned, without graphs.
+    # The calls of ``self.log`` in the last stage, with the place of the micro-batch.
     calls: list[tuple[int, LogCall]] = field(default_factory=list)
-    logged: list[LogCall] = field(default_factory=list)
+    logged: list[LogCall] = field(default_factory=list)  # Those of the micro-batch in hand.
 
 
 class Pipeline:
