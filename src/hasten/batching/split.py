@@ -200,12 +200,7 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
 def _has_rows(element: Any, where: str, dims: Any, shared_names: frozenset[Any]) -> bool:
     """Return whether an element may run over samples; raise if it cannot be split as other batches were.
 
-    Args:
-        element: the element.
-        where: its place.
-        dims: the dimensions that run over samples, as other batches showed, or why it cannot be split.
-        shared_names: of elements that belong to all samples.
-
+    ``dims`` are the dimensions that run over samples, as other batches showed, or why it cannot be split.
     """
     if isinstance(dims, str):
         raise make_error(ValueError, f"batch{where} {dims}.", fix=f"{_ADVICE}.")
@@ -275,14 +270,10 @@ def _alike(items: Sequence[Any]) -> bool:
 
 
 def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the outputs of the parts as if they had been computed from the whole batch.
+    """Join the outputs of the parts, of one structure, as if they had been computed from the whole batch.
 
     Tensors and lists of one element a sample are put one after the other, floating numbers averaged by the samples of
     the parts, whole ones added; for anything else the last part's value is used.
-
-    Args:
-        parts: of the same structure each.
-        sizes: the samples of each part.
 
     Example::
 

@@ -64,13 +64,9 @@ def check_template(owner: str, template: str) -> None:
 
 
 def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, insert_names: bool) -> str:
-    """Fill a template.
+    """Fill a template with fields ``{name}`` or ``{name:format}``; a name that was not logged counts as 0.
 
-    Args:
-        template: text with fields ``{name}`` or ``{name:format}``; a name that was not logged counts as 0.
-        metrics: values by name.
-        equals: put between a name and its value.
-        insert_names: write ``name=value`` instead of ``value``.
+    With ``insert_names``, it writes the name and ``equals`` before each value.
 
     Raises:
         ValueError: a value cannot be written in its format.

@@ -231,15 +231,7 @@ class BaseFinetuning(Callback):
     def _store(
         self, pl_module: LightningModule, opt_idx: int, num_param_groups: int, current_param_groups: Groups
     ) -> None:
-        """Record the groups of an optimizer, for callbacks that override ``on_train_epoch_start``.
-
-        Args:
-            pl_module: the module.
-            opt_idx: which of its optimizers.
-            num_param_groups: how many groups it had before.
-            current_param_groups: its groups.
-
-        """
+        """Record the groups of an optimizer, for callbacks that override ``on_train_epoch_start``."""
         before = self._trainable or []
         names = {parameter: name for name, parameter in pl_module.named_parameters()}
         first = num_param_groups if opt_idx in self._internal_optimizer_metadata else 0

@@ -291,13 +291,8 @@ class RichProgressBar(DrawnProgressBar):
 class RichBar:
     """One bar of a RichProgressBar, with the interface of tqdm's bars.
 
-    Args:
-        owner: the callback.
-        description: the text in front.
-        leave: keep it when it is closed.
-        shows_fit: whether it shows what is known of the fit.
-        line: writes the bar as lines, where the output cannot be redrawn in place.
-
+    ``shows_fit`` says whether it shows what is known of the fit. ``line`` writes the bar as lines, where the output
+    cannot be redrawn in place.
     """
 
     disable = False

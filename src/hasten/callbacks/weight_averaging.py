@@ -316,11 +316,7 @@ class WeightAveraging(Callback):
 class ModelAverage:
     """The averages of a module's parameters and buffers: a clone of each, or of the part that this process holds.
 
-    Args:
-        owner: whose average it is, for messages.
-        module: the module, with all its parameters.
-        device: where the average lives; by default where the module does.
-
+    It lives on ``device``, by default where the module does; messages name its owner.
     """
 
     def __init__(self, owner: str, module: nn.Module, device: torch.device | None) -> None:

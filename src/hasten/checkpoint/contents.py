@@ -323,10 +323,7 @@ def share_of(state: Mapping[str, Any], rank: int, ranks: Sequence[Any]) -> tuple
 def state_of(ranks: Sequence[Any], rank: int, share: tuple[int, int]) -> Any:
     """Return the state of a process of the saved run that read the same share of the data; None if none did.
 
-    Args:
-        ranks: the states of all its processes.
-        rank: the index of this process; its own state is the first choice.
-        share: the index of the share of the data that this process reads, and the number of shares.
+    The state of this process, by its rank, is the first choice. A share is its index, and the number of shares.
 
     Example::
 
@@ -345,11 +342,8 @@ def state_of(ranks: Sequence[Any], rank: int, share: tuple[int, int]) -> Any:
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> Any:
     """Load ``state`` into ``module``, and return what its ``load_state_dict`` returns: the names that did not fit.
 
-    Args:
-        module: where the weights go.
-        state: names to tensors; sharded tensors of a checkpoint folder are read whole.
-        strict: ask for exactly the same names; None means True, as the ``strict_loading`` of a module.
-        source: where ``state`` comes from, for messages.
+    Sharded tensors of a checkpoint folder are read whole. ``strict`` asks for exactly the same names; None means True,
+    as the ``strict_loading`` of a module. ``source`` is where the state comes from, for messages.
 
     Raises:
         RuntimeError: names or shapes do not fit; the message lists missing, unexpected and mis-shaped keys.
@@ -502,14 +496,8 @@ def collect_gradients(
 ) -> dict[str, list[Gradients]] | None:
     """Return the gradients of all processes, once if they are the same on each; None if there are none.
 
-    Args:
-        module: the user's module.
-        optimizers: the optimizers of the run.
-        gather: returns the objects of all processes.
-        world_size: the number of processes.
-        whole: converts a gradient of which each process has a part to the form in a checkpoint; None if processes have
-            whole gradients.
-
+    ``gather`` returns the objects of all processes. ``whole`` converts a gradient of which each process has a part to
+    the form in a checkpoint; None if processes have whole gradients.
     """
     if whole is not None:
         shared = {
@@ -543,14 +531,7 @@ def restore_gradients(
 ) -> None:
     """Give parameters the gradients that ``collect_gradients`` returned.
 
-    Args:
-        module: the user's module.
-        optimizers: the optimizers of the run.
-        stored: what ``collect_gradients`` returned.
-        rank: the index of this process.
-        world_size: the number of processes.
-        divided: returns a stored gradient divided like its parameter; None if each process has whole parameters.
-
+    ``divided`` returns a stored gradient divided like its parameter; None if each process has whole parameters.
     """
     ranks = stored["ranks"]
     # On another number of processes each one gets the mean, which an exchange would have given.

@@ -50,14 +50,7 @@ class FlatPart(Tensor):
 
 
 def flat_part(elements: Tensor, shape: Sequence[int], start: int) -> FlatPart:
-    """Return a part of a tensor, copied to the host.
-
-    Args:
-        elements: shape (number,).
-        shape: of the whole tensor.
-        start: the index of the first element in the whole tensor, if it had one dimension.
-
-    """
+    """Return a part of a tensor of ``shape``, copied to the host: its elements from ``start`` on, in one dimension."""
     part = elements.detach().to("cpu", copy=True).contiguous().as_subclass(FlatPart)
     part.whole_shape, part.start = tuple(shape), start
     return part

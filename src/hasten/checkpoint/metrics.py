@@ -29,12 +29,9 @@ _EPOCHS = 3
 
 
 class ModuleMetrics:
-    """The torchmetrics of a module, as a part of a checkpoint.
+    """The torchmetrics of a module, its sub-modules, and lists and dicts of theirs, as a part of a checkpoint.
 
-    Args:
-        module: searched with its sub-modules, and lists and dicts that are their attributes.
-        start_again: returns the ids of metrics that are reset before they are used next.
-
+    ``start_again`` returns the ids of metrics that are reset before they are used next.
     """
 
     def __init__(self, module: nn.Module, start_again: Callable[[], set[int]]) -> None:
@@ -84,15 +81,11 @@ class ModuleMetrics:
                 )
 
     def state_dict(self, *, copied: bool = False) -> dict[str, Any]:
-        """Return the state of each metric, by the metric's name in the module.
+        """Return the state of each metric, by its name in the module; ``copied``, further updates do not change it.
 
         A state consists of the states that ``Metric.add_state`` knows, and of every other attribute of plain data that
         has changed since training began, such as the extremes of a ``MinMaxMetric`` or the groups of a
         ``MetricCollection``.
-
-        Args:
-            copied: return copies, which further updates do not change.
-
         """
         leave_out = self._start_again()
         starting_again = {

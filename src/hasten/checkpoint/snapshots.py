@@ -88,9 +88,7 @@ def ways_of(thing: object) -> tuple[Look, PutBack]:
 def showing(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Have tables, such as the buffers of modules, hold other values within the block; no tensor is written to.
 
-    Args:
-        entries: (table, name in it, value to show).
-
+    An entry is (table, name in it, value to show).
     """
     present = [(table, name, table[name]) for table, name, _ in entries]
     try:
@@ -186,10 +184,7 @@ def snapshot_optimizer(
 ) -> Callable[[], None]:
     """Return a function that gives an optimizer the state it has now, as often as it is called.
 
-    Args:
-        optimizer: the optimizer.
-        within: returns the context in which its state can be read and loaded.
-
+    ``within`` returns the context in which its state can be read and loaded.
     """
     with within():
         before = copy.deepcopy(optimizer.state_dict())

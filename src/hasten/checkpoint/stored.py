@@ -213,10 +213,9 @@ class StoredTensor:
         return tensor
 
     def read_into(self, target: Tensor) -> None:
-        """Fill ``target`` in place; a DTensor, by reading the shard that this process has.
+        """Fill ``target``, of the same shape, in place; a DTensor, by reading the shard that this process has.
 
-        Args:
-            target: a tensor of the same shape, of any type and on any device but meta.
+        It may be of any type, and on any device but meta.
 
         Raises:
             ValueError: it has another shape, or no memory.
@@ -266,10 +265,7 @@ class StoredTensors(MutableMapping[str, Any]):
         return self._entries.items()
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place; DTensors by reading the shard that this process has.
-
-        Args:
-            targets: names and tensors of the same shapes.
+        """Fill tensors of the same shapes in place, by name; DTensors by reading the shard that this process has.
 
         Raises:
             KeyError: one of the names is not here.
@@ -289,12 +285,7 @@ class StoredCheckpoint(dict[str, Any]):
 
 
 def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
-    """Fill tensors in place; DTensors by the shard that this process has.
-
-    Args:
-        pairs: each a source and the tensor to fill. A source is a ``StoredTensor``, or a whole tensor.
-
-    """
+    """Fill tensors in place from ``StoredTensor``s or whole tensors; DTensors by the shard that this process has."""
     by_folder: dict[Folder, list[tuple[str, Tensor]]] = {}
     for source, target in pairs:
         if isinstance(source, StoredTensor):

@@ -163,10 +163,7 @@ class _Summed:
 def save(tensors: dict[str, Tensor], writer: Writer, group: Group) -> None:
     """Write the tensors of all processes; each writes its own shards, and the first one unsharded tensors.
 
-    Args:
-        tensors: by the key under which they are stored.
-        writer: writes the tensors of this process.
-        group: the processes; None for all.
+    Tensors stand by the key under which they are stored. The group has the processes; None for all.
 
     Raises:
         CheckpointException: on all processes, if one could not write.
@@ -243,13 +240,7 @@ def read(targets: Mapping[str, Tensor], place: Place, layout: Layout, check: Cal
 
 
 def fill(targets: Mapping[str, Tensor], reader: FileSystemReader) -> None:
-    """Fill tensors in place, DTensors by the shard of this process, with what ``reader`` reads.
-
-    Args:
-        targets: by the key under which they are stored.
-        reader: of torch.distributed.checkpoint.
-
-    """
+    """Fill tensors in place, DTensors by the shard of this process, with what ``reader`` reads under their keys."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), _without_warnings():

@@ -282,13 +282,9 @@ def _hints(kind: type) -> dict[str, Any]:
 def instantiated(
     parser: ArgumentParser, config: Namespace, instantiators: list[tuple[Any, type, bool]] | None
 ) -> Namespace:
-    """Return a config with its objects made.
+    """Return a config that ``parser`` has parsed with its objects made.
 
-    Args:
-        parser: what has parsed it.
-        config: the config.
-        instantiators: what makes objects of a class: a function, the class, and whether it makes subclasses, too.
-
+    ``instantiators`` are (function that makes objects, their class, whether it makes subclasses, too).
     """
     if RENEWED:
         return parser.instantiate(config, instantiators=instantiators)

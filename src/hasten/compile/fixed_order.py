@@ -27,9 +27,7 @@ _FEW_SAMPLES = 32
 def with_fixed_order(options: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of ``torch.compile`` for graphs on a CPU, with what fixes the order of sums.
 
-    Args:
-        options: the arguments; a number of threads and passes over the graph that they name stay as they are.
-
+    A number of threads and passes over the graph that they name stay as they are.
     """
     mode, given = options.get("mode"), options.get("options")
     inner = {**(torch_private.compile_modes()[mode] if mode else {}), **(given or {})}

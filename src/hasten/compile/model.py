@@ -70,12 +70,7 @@ class CompiledModel:
 
     @contextmanager
     def enabled(self, *, writes: bool = True) -> Iterator[CompiledModel]:
-        """Call the model compiled inside of the block.
-
-        Args:
-            writes: whether this process saves how long compiling took.
-
-        """
+        """Call the model compiled inside of the block; a process that ``writes`` saves how long compiling took."""
         if self._cold is not None and not self._counters.graphs_made:
             keep_torchs_cache()
             self._cold.load()
@@ -98,14 +93,7 @@ class CompiledModel:
             _UNTIL_EXIT.add(self)
 
     def step(self, name: str, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Return a step of ``module`` compiled; unchanged where only parts of the model are compiled.
-
-        Args:
-            name: of the step.
-            function: the step.
-            module: the module it belongs to.
-
-        """
+        """Return a step of ``module`` compiled; unchanged where only parts of the model are compiled."""
         manual = name == "training_step" and getattr(module, "automatic_optimization", True) is False
         if not self._compiles_steps or manual:
             return function

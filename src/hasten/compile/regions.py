@@ -61,10 +61,7 @@ class InstalledHooks:
     removed. Torch numbers the hooks that a program adds, so while a module has none, one comparison shows that it
     still has none.
 
-    Args:
-        module: the module.
-        inside: leave out the hooks on the module itself, which are called outside of its forward.
-
+    ``inside`` leaves out the hooks on the module itself, which are called outside of its forward.
     """
 
     def __init__(self, module: nn.Module, *, inside: bool = False) -> None:
@@ -205,10 +202,8 @@ class Compiled(ABC):
 class Region(Compiled):
     """The compiled call of modules with the same structure: one graph to train and one to evaluate.
 
-    Args:
-        forward_only: compile ``forward`` without the hooks around it, which gather sharded parameters.
-        compiled: see ``Compiled``.
-
+    ``forward_only`` compiles ``forward`` without the hooks around it, which gather sharded parameters; see
+    ``Compiled``.
     """
 
     def __init__(self, *compiled: Any, forward_only: bool = False) -> None:

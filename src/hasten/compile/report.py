@@ -63,12 +63,7 @@ class CompileReport:
 
 
 class CompileCounters:
-    """Counts what the compiler does between ``start`` and ``stop``, which may be called repeatedly.
-
-    Args:
-        report: returns the report for the console.
-
-    """
+    """Counts what the compiler does between ``start`` and ``stop``, which may be called repeatedly."""
 
     def __init__(self, report: Callable[[], CompileReport]) -> None:
         self._report = report

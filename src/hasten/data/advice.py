@@ -18,15 +18,9 @@ from hasten.machine.host import usable_cores
 
 
 def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int, reloads: bool) -> None:
-    """Warn where Lightning does.
+    """Warn where Lightning does, about a ``DataLoader`` of one process, with ``name`` such as ``"train_dataloader"``.
 
-    Args:
-        loader: of one process; only a ``DataLoader`` is looked at.
-        name: what to call it: ``"train_dataloader"``.
-        trains: training reads it.
-        processes: how many share the cores of this machine.
-        reloads: new loaders are made every so many epochs.
-
+    ``processes`` share the cores of this machine; ``reloads`` says that new loaders are made every so many epochs.
     """
     if not isinstance(loader, DataLoader):
         return

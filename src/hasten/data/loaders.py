@@ -106,12 +106,8 @@ def prepare(
 def in_lightnings_order(loader: Iterable[Any], num_replicas: int, rank: int, *, shuffle: bool) -> object:
     """Return a prepared loader of one process in the order that Lightning's strategies for several processes draw.
 
-    Args:
-        loader: the loader; returned unchanged if it has another sampler than those of ``shuffle=``.
-        num_replicas: the number of processes; of several, each has its part already.
-        rank: the index of this process.
-        shuffle: shuffle also where the loader does not.
-
+    Of several, each has its part already. A loader with another sampler than those of ``shuffle=`` is returned
+    unchanged.
     """
     if num_replicas > 1 or not isinstance(loader, DataLoader) or not takes_each_once(loader):
         return loader

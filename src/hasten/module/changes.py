@@ -91,9 +91,7 @@ class ModuleChanges:
     def state_dict(self, *, evaluating: bool = False) -> dict[str, dict[str, Any]]:
         """Return what has changed since training began, as plain data by name.
 
-        Args:
-            evaluating: take the modes of the last call without it, which was made before the evaluation.
-
+        With ``evaluating``, it takes the modes of the last call without it, which was made before the evaluation.
         """
         if self._before is None:
             return {kind: dict(found) for kind, found in self._loaded.items()}

@@ -280,12 +280,8 @@ def storable(value: Any, left_out: list[str] | None = None, place: str = "", *, 
     allowed with ``torch.serialization.add_safe_globals`` stay. Anything else becomes ``Dropped``, and is left out of
     dicts and lists.
 
-    Args:
-        value: the hyper-parameter.
-        left_out: receives the places of values that are left out.
-        place: the name of ``value`` in them.
-        objects: whether objects of allowed classes stay.
-
+    ``left_out`` receives the places of values that are left out, named from ``place`` on. Without ``objects``, those of
+    allowed classes do not stay either.
     """
     if objects and _is_allowed(value):
         return value

@@ -25,12 +25,9 @@ _TOKEN_BY_TOKEN = (nn.LayerNorm, nn.RMSNorm)
 
 @contextmanager
 def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool) -> Iterator[Stack]:
-    """Compute the layers of an encoder on real tokens only inside the block; yields them.
+    """Compute torch's layers of an encoder (batch first) on real tokens only inside the block; yields them.
 
-    Args:
-        encoder: with torch's layers and ``batch_first=True``.
-        asked: the argument or call that requested packing, for messages.
-        first_token: compute the last layer for the first token of each sequence only.
+    With ``first_token``, the last layer computes the first token of each sequence only. Messages name what ``asked``.
 
     Raises:
         MisconfigurationException: a layer cannot be packed.

@@ -53,12 +53,9 @@ def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
 
 @contextmanager
 def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
-    """Compute the blocks of a model on real tokens only inside the block; yields them.
+    """Compute the blocks of a model that ``is_packable`` on real tokens only inside the block; yields them.
 
-    Args:
-        model: one for which ``is_packable`` is true.
-        asked: the argument or call that requested packing, for messages.
-        first_token: compute the last block for the first token of each sequence only.
+    With ``first_token``, the last block computes the first token of each sequence only. Messages name what ``asked``.
 
     Raises:
         MisconfigurationException: the blocks need the padded batch.

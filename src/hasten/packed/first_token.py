@@ -98,14 +98,10 @@ class FirstToken(LossCheck):
     def keys_and_values(
         self, module: nn.Module, row: Tensor, layout: Layout, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens, computed by the same layers as for the first tokens.
+        """Return the keys and values of all tokens, computed by the layers in ``module`` as for the first tokens.
 
-        Args:
-            module: the attention that contains the layers.
-            row: all tokens, shape ``(1, real tokens, features)``.
-            layout: of the batch.
-            key: of the first tokens, shape ``(samples, heads, features)``.
-            value: of the first tokens, shape ``(samples, heads, features)``.
+        ``row`` has all tokens, ``(1, real tokens, features)``; key and value those of first tokens, ``(samples, heads,
+        features)``.
 
         Raises:
             MisconfigurationException: keys or values are not the output of one layer for the block's input.

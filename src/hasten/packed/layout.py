@@ -18,14 +18,7 @@ HELP = (
 
 
 def refusal(asked: str, problem: str, instead: str = INSTEAD) -> MisconfigurationException:
-    """Return the error for what cannot be packed.
-
-    Args:
-        asked: the argument or call that requested packing, and the class of the model.
-        problem: without a full stop.
-        instead: what to write.
-
-    """
+    """Return the error for what cannot be packed: what ``asked``, with the class of the model, and the problem."""
     return MisconfigurationException(f"{asked}: {problem}.", fix=instead, argument="packed")
 
 

@@ -346,18 +346,10 @@ _batched.register_autograd(_differentiate_batched, setup_context=_keep_batched)
 
 
 def attend_in_batch(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """Compute ``torch.nn.functional.scaled_dot_product_attention`` without mask and dropout.
+    """Compute ``torch.nn.functional.scaled_dot_product_attention`` without mask and dropout, on the CPU.
 
-    Args:
-        query: shape ``(batch, heads, queries, features)``, on the CPU.
-        key: shape ``(batch, heads, keys, features)``.
-        value: shape ``(batch, heads, keys, value features)``.
-        scale: factor of the products of query and key.
-        causal: whether a query attends only to its own and earlier keys.
-
-    Returns:
-        shape ``(batch, heads, queries, value features)``.
-
+    All have the shape ``(batch, heads, queries or keys, features)``, and the result that of the query, with the
+    features of the value.
     """
     attended: Tensor = _batched(query, key, value, scale, causal)[0]
     return attended

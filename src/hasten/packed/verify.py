@@ -59,12 +59,8 @@ def packing(
 ) -> Iterator[ExitStack]:
     """Pack the calls of a model inside the block; yields a stack for further changes to undo at its end.
 
-    Args:
-        model: the model.
-        stack: its blocks.
-        begin: called with the arguments of each call by name; returns which tokens are real, None to compute it padded.
-        layout: returns which tokens are real, given the arguments by name, in trial calls.
-
+    ``begin`` is called with the arguments of each call by name, and returns which tokens are real, or None to compute
+    it padded; ``layout`` does so in trial calls.
     """
     signature = inspect.signature(model.forward)
 

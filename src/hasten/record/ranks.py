@@ -83,8 +83,7 @@ class Slowest(NamedTuple):
 def rank_times(rows: Sequence[Sequence[float]]) -> list[RankTime]:
     """Return the mean step of each process, by rank.
 
-    Args:
-        rows: for each rank the seconds of a step, of its wait for data, and of its backward, 0 where it is not known.
+    A row has the seconds of a step, of its wait for data, and of its backward, 0 where it is not known.
 
     Example::
 
@@ -153,13 +152,7 @@ class RankTimes:
         self.on_report: Callable[[Slowest], None] | None = None
 
     def begin(self, progress: Callable[[], tuple[int, float, float, float] | None]) -> None:
-        """Report about a fit.
-
-        Args:
-            progress: returns how far this process is, as a ``StepsDone`` or its numbers; None before its first
-                step.
-
-        """
+        """Report about a fit; ``progress`` returns ``StepsDone`` or its numbers, None before the first step."""
         self._progress = progress
         self._before = self._now()
 

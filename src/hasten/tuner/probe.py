@@ -51,17 +51,10 @@ class ProbeRun:
     def largest_batch(
         self, method: Stage, steps: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
     ) -> int | None:
-        """Run ``steps`` steps of ``method``; training validates as well, if there is something to validate.
+        """Run ``steps`` steps of ``method``, or batches of each loader; return the size of the largest batch.
 
-        Args:
-            method: "fit", "validate", "test" or "predict".
-            steps: optimizer steps, or batches of each loader of an evaluation.
-            check: called with the loaders first.
-
-        Returns:
-            the size of the largest batch; 0 if it cannot be read from the batches; None if memory ran out on any
-            process.
-
+        Training validates as well, if there is something to validate. ``check`` is called with the loaders first. The
+        size is 0 if it cannot be read from the batches; None if memory ran out on any process.
         """
         strategy = self.run.runtime.strategy
         counter = _BatchCounter(steps * self.run.window.accumulate_grad_batches)

@@ -210,11 +210,8 @@ class Tuner:
 class _Search:
     """A search in a prepared run; afterwards the run has the loaders with what was found.
 
-    Args:
-        find: the search; called with the run.
-        method: the call whose loaders are made.
-        loaders: how many sources of loaders to load again after the search: 1 for training, 2 with validation.
-
+    ``method`` is the call whose loaders are made; ``loaders`` says how many sources of them to load again after the
+    search: 1 for training, 2 with validation.
     """
 
     def __init__(self, find: Callable[[Run], Any], method: Method, *, loaders: int = 2) -> None:

@@ -394,10 +394,8 @@ class Stream:
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         """Return the position after ``consumed`` batches of this epoch, as plain data.
 
-        Args:
-            consumed: the number of batches yielded, or one fewer to yield the last one again. The batch is then part
-                of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
-            again: yield the last batch again.
+        These are all batches yielded; or with ``again`` one fewer, to yield the last one again. It is then part of the
+        state, and must be something that ``torch.load(..., weights_only=True)`` reads.
 
         Raises:
             ValueError: ``consumed`` is another number.
