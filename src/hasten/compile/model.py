@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -26,47 +26,36 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy
 
 
+class Key(NamedTuple):
+    """What decides which graphs a model has."""
+
+    settings: CompileSettings
+    device: torch.device
+    dims: int = 1  # How many leading dimensions of a batch may change from batch to batch.
+    variant: str = ""  # Whatever else decides what is computed, such as the precision.
+    packed: bool = False  # Its blocks compute rows of real tokens.
+    autocast: bool = False  # Its calls are within ``torch.autocast``.
+    steps_by: Strategy | None = None  # If the program overrides its ``training_step`` or another step.
+
+
 class CompiledModel:
-    """One model and its graphs: a second run with the same model compiles nothing again.
+    """One model and its graphs: a second run with the same model compiles nothing again."""
 
-    Args:
-        module: the model.
-        settings: how it is compiled.
-        device: where it computes.
-        dims: how many leading dimensions of a batch may change from batch to batch.
-        variant: whatever else decides what is computed, such as the precision.
-        packed: its blocks compute rows of real tokens.
-        autocast: its calls are within ``torch.autocast``.
-        steps_by: the strategy, if the program overrides its ``training_step`` or another step.
-
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        settings: CompileSettings,
-        device: torch.device,
-        dims: int = 1,
-        variant: str = "",
-        packed: bool = False,
-        autocast: bool = False,
-        steps_by: Strategy | None = None,
-    ) -> None:
-        self.key = (settings, device, dims, variant, packed, autocast, steps_by)
-        self.dims = dims
-        self.settings = settings = dataclasses.replace(settings, on_host=is_host(device))
+    def __init__(self, module: nn.Module, key: Key) -> None:
+        self.key, self.dims, device = key, key.dims, key.device
+        self.settings = settings = dataclasses.replace(key.settings, on_host=is_host(device))
         self._counters = CompileCounters(self.report)
         self._steps: dict[str, tuple[Any, Step]] = {}
         self._whole_step: tuple[Any, WholeStep] | None = None
-        self._parts = CompiledParts(module, settings, self._counters, dims, packed)
+        self._parts = CompiledParts(module, settings, self._counters, key.dims, key.packed)
         # Steps are compiled whole unless the user asked for blocks or compiled the model with torch.compile.
         self._compiles_steps = not self._parts.blocks and settings.context is None
         cached = settings.cache and settings.backend == "inductor" and settings.context is None
-        self._cold = ColdSeconds(module, settings, device, f"{dims} {variant}") if cached else None
+        self._cold = ColdSeconds(module, settings, device, f"{key.dims} {key.variant}") if cached else None
         self._graphs_saved = 0
         self._until_exit: AbstractContextManager[CompiledModel] | None = None
         # On other devices torch asks for autocast itself.
-        self._changed = _without_fast_path if autocast and is_host(device) else nullcontext
+        self._changed = _without_fast_path if key.autocast and is_host(device) else nullcontext
 
     @contextmanager
     def enabled(self, *, writes: bool = True) -> Iterator[CompiledModel]:
@@ -150,25 +139,11 @@ def _leave_at_exit() -> None:
 _ATTRIBUTE = "_hasten_compiled"
 
 
-def compiled_model(
-    module: nn.Module,
-    settings: CompileSettings,
-    device: torch.device,
-    *,
-    dims: int = 1,
-    variant: str = "",
-    packed: bool = False,
-    autocast: bool = False,
-    steps_by: Strategy | None = None,
-) -> CompiledModel:
-    """Return ``module`` compiled: the same object as last time if the arguments are the same.
-
-    Args: see ``CompiledModel``.
-    """
-    key = settings, device, dims, variant, packed, autocast, steps_by
+def compiled_model(module: nn.Module, key: Key) -> CompiledModel:
+    """Return ``module`` compiled: the same object as last time if the key is the same."""
     known = module.__dict__.get(_ATTRIBUTE)
     if known is None or known.key != key:
-        known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, *key)
+        known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, key)
     return known
 
 

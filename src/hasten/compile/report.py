@@ -210,13 +210,13 @@ _KNOWN = {
 }
 
 
-def brief(reason: str, width: int = 300) -> str:
+def brief(reason: str) -> str:
     """Return the first two lines of a compiler message and the place in the user's program, in one line."""
     message, _, place = str(reason).partition("from user code:")
     lines = [line.strip().removeprefix("Explanation: ") for line in message.splitlines() if line.strip()]
     text = next((known for found, known in _KNOWN.items() if found in message), " ".join(lines[:2]))
-    if len(text) > width:
-        text = text[: width - 3] + "..."
+    if len(text) > 300:
+        text = text[:297] + "..."
     places = _PLACE.findall(place)
     if not places:
         return text

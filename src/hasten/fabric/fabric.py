@@ -482,12 +482,12 @@ class Fabric(RuntimeView):
     def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
         self._runtime.engine.check_compile("Fabric", trains=True)
         check_possible("Fabric", settings, self.device)
-        from hasten.compile.model import compiled_model, for_strategy
+        from hasten.compile.model import Key, compiled_model, for_strategy
 
         settings = for_strategy("Fabric", settings, module, self.strategy)
         precision = str(self._runtime.precision.precision)
         autocast = isinstance(self.autocast(), torch.autocast)
-        model = compiled_model(module, settings, self.device, variant=precision, autocast=autocast)
+        model = compiled_model(module, Key(settings, self.device, variant=precision, autocast=autocast))
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
 

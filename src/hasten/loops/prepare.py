@@ -564,7 +564,7 @@ def compile_module(run: Run) -> None:
     settings = _settings(run)
     if settings is None:
         return
-    from hasten.compile.model import compiled_model, for_strategy
+    from hasten.compile.model import Key, compiled_model, for_strategy
 
     if settings.step and run.state.fn is TrainerFn.FITTING:
         if (reason := why_not_whole_step(run)) is not None:
@@ -583,16 +583,9 @@ def compile_module(run: Run) -> None:
     steps_by_strategy = defined_by_program(
         runtime.strategy, "training_step", "validation_step", "test_step", "predict_step"
     )
-    model = compiled_model(
-        run.module,
-        settings,
-        runtime.device,
-        dims=dims,
-        variant=str(changes),
-        packed=bool(speed.packed),
-        autocast=autocast,
-        steps_by=runtime.strategy if steps_by_strategy else None,
-    )
+    steps_by = runtime.strategy if steps_by_strategy else None
+    key = Key(settings, runtime.device, dims, str(changes), bool(speed.packed), autocast, steps_by)
+    model = compiled_model(run.module, key)
     if settings.cuda_graphs:
         run.undo.enter_context(marked_by_us())
     run.compiled = run.undo.enter_context(model.enabled(writes=runtime.is_global_zero))

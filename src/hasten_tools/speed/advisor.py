@@ -38,8 +38,8 @@ from hasten_tools.speed.trial_processes import (
     NO_GAIN,
     NOISY,
     SLOWER,
-    SMALLEST_GAIN,
     UNCLEAR,
+    WORTH_A_LINE,
     LateError,
     TrialError,
     TrialStarter,
@@ -222,7 +222,7 @@ class LineSearch:
         for most in sorted(set(classes.values())):
             line = tuple(one for one in self._fastest if classes[one.name] <= most)
             speed = self._races.speeds.get(key_of_line(line)) or self._concluded(line)
-            if speed > (found[-1].speed if found else 1.0) * (1.0 + SMALLEST_GAIN):
+            if speed > (found[-1].speed if found else 1.0) * WORTH_A_LINE:
                 found.append(self._line_of(line, speed))
         return found
 
@@ -461,7 +461,7 @@ class LineSearch:
         left = self._until - self._clock() - self._reserve()
 
         def is_worth_it(line: Levers) -> bool:
-            promises = self._races.speeds[key_of_line(line)] > 1.0 + SMALLEST_GAIN
+            promises = self._races.speeds[key_of_line(line)] > WORTH_A_LINE
             return promises or self._least_seconds(line) < left
 
         return list(filter(is_worth_it, (automatic, *lines)))
@@ -515,7 +515,7 @@ class LineSearch:
                 speed = self._races.speeds.get(key_of_line(line), 0.0)
             elif not row.wins:
                 continue
-            if speed > (found[-1].speed if found else 1.0) * (1.0 + SMALLEST_GAIN):
+            if speed > (found[-1].speed if found else 1.0) * WORTH_A_LINE:
                 found.append(self._line_of(line, speed))
         return found or ([self._line_of((), 1.0)] if self._races.always else [])
 

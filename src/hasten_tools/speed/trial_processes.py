@@ -35,7 +35,7 @@ from hasten.machine.allocator import file_of
 # The verdicts of a comparison.
 FASTER, SLOWER, NO_GAIN, UNCLEAR, FAILED = "faster", "slower", "no gain", "unclear", "failed"
 # A smaller gain counts as none: it is not worth a line.
-SMALLEST_GAIN = 0.03
+WORTH_A_LINE = 1.03
 # Risk of a wrong verdict over all looks, and the share of turns that is cut off on each side: one in so many.
 _RISK = 0.1
 _TRIMMED = 8
@@ -530,8 +530,6 @@ def _risk_beyond(t: float, freedom: int) -> float:
 class Comparison:
     """How fast a trial is, measured in turns with another."""
 
-    # The smallest gain that counts.
-    worth: float = 1.0 + SMALLEST_GAIN
     # Fewer pairs of turns are not judged, unless the time is over; where turns differ much, so many as must agree if
     # the result is to be named.
     fewest: int = 2
@@ -566,7 +564,7 @@ class Comparison:
             self.fewest = max(self.fewest, AGREEING)
         if count >= AGREEING:
             slowest, fastest = math.exp(min(ratios)), math.exp(max(ratios))
-            agree = min(self.low, slowest) >= self.worth and fastest <= _WIDEST * slowest
+            agree = min(self.low, slowest) >= WORTH_A_LINE and fastest <= _WIDEST * slowest
             self.least = min(self.low, slowest) if agree else None
         if count in _LOOKS and count >= self.fewest:
             self.look()
@@ -581,12 +579,12 @@ class Comparison:
 
     def look(self) -> None:
         """Decide by the turns so far; the verdict stays empty if they are too few."""
-        if self.low > 1 and self.speed >= self.worth:
+        if self.low > 1 and self.speed >= WORTH_A_LINE:
             self.verdict = FASTER
-        elif self.high < 1 and self.speed <= 1 / self.worth:
+        elif self.high < 1 and self.speed <= 1 / WORTH_A_LINE:
             self.verdict = SLOWER
         else:
-            self.verdict = NO_GAIN if self.high < self.worth else ""
+            self.verdict = NO_GAIN if self.high < WORTH_A_LINE else ""
 
     def end(self) -> None:
         """Decide by the turns so far: the time is over, or enough turns were taken."""
@@ -616,7 +614,6 @@ def race(
     challengers: Sequence[SteppedTrial],
     *,
     steps: int,
-    worth: float = 1.0 + SMALLEST_GAIN,
     fewest: int = 2,
     wary: bool = False,
     most: int = 96,
@@ -646,7 +643,7 @@ def race(
         ('faster', 4.0, 2)
 
     """
-    found, seconds = [Comparison(worth, fewest, wary) for _ in challengers], 0.0
+    found, seconds = [Comparison(fewest, wary) for _ in challengers], 0.0
     for number in range(1, most + 1):
         running = [(trial, each) for trial, each in zip(challengers, found, strict=True) if not each.verdict]
         if not running or (number > _LOOKS[0] and clock() > until):
