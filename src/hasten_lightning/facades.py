@@ -88,8 +88,7 @@ def original(kind: type) -> type:
 def exactly(init: Callable[..., None]) -> Callable[..., None]:
     """Make ``__init__`` of a facade take the arguments that Lightning's class has, and refuse others.
 
-    Args:
-        init: a function of the object, the named arguments by name, and further ones as keywords.
+    ``init`` gets the object, the named arguments by name, and further ones as keywords.
 
     Raises:
         TypeError: an argument is missing, unknown, or one of hasten's own; the message says what to write instead.

@@ -48,9 +48,6 @@ def signature_of(name: str) -> inspect.Signature | None:
 
     A type with a name that the file does not look up is a text: importing some takes a second.
 
-    Args:
-        name: the class, with its module.
-
     Example::
 
         >>> str(signature_of("hasten_lightning._classes.strategies.Strategy"))[:61]

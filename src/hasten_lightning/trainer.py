@@ -144,12 +144,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         self._connector = connector
 
     def dump_checkpoint(self, *, weights_only: bool) -> dict[str, Any]:
-        """Return what ``save_checkpoint`` writes.
-
-        Args:
-            weights_only: leave out what only training needs.
-
-        """
+        """Return what ``save_checkpoint`` writes; ``weights_only`` leaves out what only training needs."""
         return self._checkpoint(self.current_run, weights_only=weights_only)
 
     def save_checkpoint(

@@ -39,10 +39,7 @@ class NotYetLoadedTensor:
 
 
 def lazy_load(filename: PathLike) -> Any:
-    """Return what ``torch.save`` wrote, without reading the values of tensors before they are used.
-
-    Args:
-        filename: a file that ``torch.save`` wrote in its zip format.
+    """Return what ``torch.save`` wrote in its zip format, without reading the values of tensors before they are used.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -83,10 +80,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> dict[str, Any]:
     """Write one file with whole float32 weights of a checkpoint folder that DeepSpeed wrote, and return its contents.
 
-    Args:
-        checkpoint_dir: the folder, which has a folder named ``tag``.
-        output_file: what to write.
-        tag: which of the saves; by default the one that the file ``latest`` names.
+    The folder has one named ``tag`` for each save, by default the one that the file ``latest`` names.
 
     Raises:
         ImportError: DeepSpeed is not installed.

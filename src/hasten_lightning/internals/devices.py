@@ -34,12 +34,7 @@ def collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
 
 
 def parse_gpu_ids(gpus: _GPUs, include_cuda: bool = False, include_mps: bool = False) -> list[int] | None:
-    """Return the indices of GPUs that a number, a list or a text means; None for none.
-
-    Args:
-        gpus: their number, -1 for all, a list of indices, or a text such as ``"0,1"``.
-        include_cuda: CUDA devices count.
-        include_mps: Apple's devices count.
+    """Return the indices of GPUs that a number (-1 for all), a list or a text such as ``"0,1"`` means; None for none.
 
     Raises:
         TypeError: ``gpus`` is of another type.

@@ -41,15 +41,9 @@ def call_lightning_datamodule_hook(trainer: Trainer, hook_name: str, *args: obje
 def call_callback_hooks(
     trainer: Trainer, hook_name: str, *args: object, monitoring_callbacks: bool | None = None, **kwargs: object
 ) -> None:
-    """Call a hook of all callbacks with the trainer, its module, and ``args``.
+    """Call a hook of all callbacks with the trainer, its module, and the further arguments.
 
-    Args:
-        trainer: has the callbacks, and measures the calls.
-        hook_name: the hook.
-        args: its further arguments.
-        monitoring_callbacks: call only those that stop early or save checkpoints (True), or only the others (False).
-        kwargs: its keyword arguments.
-
+    ``monitoring_callbacks`` calls only those that stop early or save checkpoints (True), or only the others (False).
     """
     for callback in trainer.callbacks:
         if monitoring_callbacks in (None, isinstance(callback, EarlyStopping | Checkpoint)):

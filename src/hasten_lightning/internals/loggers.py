@@ -47,12 +47,9 @@ def _plain(value: Any) -> Any:
 
 
 def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """Return nested dicts, namespaces and dataclasses as one dict with joined names.
+    """Return nested dicts, namespaces and dataclasses as one dict with joined names, all after ``parent_key``.
 
-    Args:
-        params: the nested dicts.
-        delimiter: between the names; the number of a dict in a list always follows a "/".
-        parent_key: before all names.
+    The number of a dict in a list always follows a "/".
 
     Example::
 
@@ -121,15 +118,9 @@ def prefix_metric_keys(metrics_dict: Mapping[str, float], prefix: str, separator
 
 
 def scan_checkpoints(checkpoint_callback: Checkpoint, logged_model_time: Mapping[str, float]) -> list[tuple[Any, ...]]:
-    """Return the files of a checkpoint callback that are new since they were logged.
+    """Return the files of a checkpoint callback that are new since they were logged, by the time of their last change.
 
-    Args:
-        checkpoint_callback: a ``Checkpoint``, usually ``ModelCheckpoint``.
-        logged_model_time: path -> the time of its last change when it was logged.
-
-    Returns:
-        (time of the last change, path, score, "latest", "best" or "best_k") of each, by time.
-
+    Each is (that time, path, score, "latest", "best" or "best_k"). ``logged_model_time`` has the times by path.
     """
     found: dict[str, tuple[Any, str]] = {}
     for path, score, tag in (

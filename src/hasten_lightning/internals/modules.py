@@ -83,14 +83,9 @@ def get_short_description(component: object) -> str | None:
 
 
 def register_classes(registry: object, method: str, module: ModuleType, parent: type) -> None:
-    """Let the classes of a module register themselves.
+    """Let the classes of a module register themselves in a registry, by a classmethod of theirs.
 
-    Args:
-        registry: what they register in.
-        method: the classmethod of theirs that does it.
-        module: where they are.
-        parent: the class that they inherit from; classes that do not override its ``method`` are not registered.
-
+    Classes that do not override that ``method`` of their ``parent`` are not registered.
     """
     for _, kind in getmembers(module, isclass):
         if issubclass(kind, parent) and _function(kind, method) is not _function(parent, method):

@@ -145,12 +145,9 @@ class LoggerConnector:
         self._first_loop_iter = None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Pass values to all loggers.
+        """Pass numbers, or tensors of one element, to all loggers, by name.
 
-        Args:
-            metrics: numbers, or tensors of one element, by name.
-            step: the x axis; by default the value called ``step``, or the number of steps so far.
-
+        ``step`` is the x axis; by default the value called ``step``, or the number of steps so far.
         """
         trainer = self.trainer
         if not trainer.loggers or not metrics:

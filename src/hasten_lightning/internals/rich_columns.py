@@ -79,15 +79,7 @@ class ProcessingSpeedColumn(_StyledColumn):
 
 
 class MetricsTextColumn(ProgressColumn):
-    """The values behind a bar.
-
-    Args:
-        trainer: the Trainer whose run is shown.
-        style: as rich writes it.
-        text_delimiter: between two values.
-        metrics_format: how a number is written, as for ``format``.
-
-    """
+    """The values behind a bar of a Trainer, in rich's style, each number written by ``metrics_format``."""
 
     def __init__(self, trainer: Trainer, style: str | Style, text_delimiter: str, metrics_format: str) -> None:
         self._trainer, self._style = trainer, style

@@ -40,26 +40,9 @@ def runif_reasons(
 ) -> tuple[list[str], dict[str, bool]]:
     """Return the reasons to skip a test, and the keywords for its mark.
 
-    Args:
-        min_cuda_gpus: the CUDA devices that it needs.
-        min_torch: the oldest version of torch.
-        max_torch: the version of torch from which on it cannot run.
-        min_python: the oldest version of Python.
-        bf16_cuda: it needs a CUDA device that computes with bfloat16.
-        tpu: it needs a TPU.
-        mps: it needs a GPU of Apple (True), or must not have one (False).
-        skip_windows: it cannot run on Windows.
-        standalone: it runs alone in its process, where ``PL_RUN_STANDALONE_TESTS=1`` says so.
-        deepspeed: it needs this package; the following arguments too are packages, except:
-        dynamo: it compiles.
-        linux_only: it runs on Linux alone.
-        rich: see ``deepspeed``.
-        omegaconf: see there.
-        psutil: see there.
-        sklearn: see there.
-        onnx: see there.
-        onnxscript: see there.
-        tensorrt: see there.
+    A test needs devices, versions, a system or packages. From ``max_torch`` on it cannot run; ``mps`` says whether it
+    needs a GPU of Apple, or must not have one. ``standalone`` runs it alone in its process, where
+    ``PL_RUN_STANDALONE_TESTS=1`` says so; ``dynamo`` says that it compiles.
 
     Example::
 

@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 def parse_loop_limits(
     min_steps: int | None, max_steps: int, min_epochs: int | None, max_epochs: int | None, trainer: Trainer
 ) -> tuple[int, int]:
-    """Return ``min_epochs`` and ``max_epochs`` of a run, where some limits may be None.
+    """Return ``min_epochs`` and ``max_epochs`` of a run, where some limits may be None, as for ``Trainer``.
 
-    Args:
-        min_steps: this and the following ones as for ``Trainer``.
-        max_steps: see there.
-        min_epochs: see there.
-        max_epochs: see there.
-        trainer: a ``Timer`` among its callbacks is a limit, too.
-
+    A ``Timer`` among the callbacks of the trainer is a limit, too.
     """
     if min_epochs is None:
         min_epochs = 0 if min_steps is None else 1

@@ -87,13 +87,7 @@ class Loop:
         """Take what ``on_save_checkpoint`` returned."""
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """Return the state of the loop and of those inside it, under the names of their attributes.
-
-        Args:
-            destination: a dict to add it to; a new one by default.
-            prefix: of each name.
-
-        """
+        """Return the state of the loop and of those inside it, under ``prefix`` and the names of their attributes."""
         state = {} if destination is None else destination
         state[f"{prefix}state_dict"] = self.on_save_checkpoint()
         for name, part in self._parts().items():
@@ -104,13 +98,7 @@ class Loop:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Restore what ``state_dict`` returned; what is missing stays as it is.
-
-        Args:
-            state_dict: that.
-            prefix: of each name.
-
-        """
+        """Restore what ``state_dict`` returned; what is missing stays as it is."""
         for name, part in self._parts().items():
             if isinstance(part, Loop):
                 part.load_state_dict(state_dict, f"{prefix}{name}.")

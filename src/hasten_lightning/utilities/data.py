@@ -157,10 +157,7 @@ def has_len_all_ranks(
 
     Warns if the loaders of all processes are empty.
 
-    Args:
-        dataloader: the loader of this process.
-        strategy: the strategy of the run.
-        allow_zero_length_dataloader_with_multiple_devices: warn if only some of the loaders are empty.
+    It also warns if only some loaders are empty, with ``allow_zero_length_dataloader_with_multiple_devices``.
 
     Raises:
         RuntimeError: the loader of this process is empty, and the loader of another process is not.

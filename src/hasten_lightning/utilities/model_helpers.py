@@ -74,14 +74,9 @@ def get_formatted_model_size(total_model_size: float) -> str:
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return whether a function takes a parameter, by name or as one of ``*args``.
+    """Return whether a function takes a parameter, by name or as one of ``*args``; if ``explicit``, only by name.
 
-    Args:
-        hook_fx: the function.
-        param: the name of the parameter.
-        explicit: only by name.
-        min_args: a number of parameters that is enough too.
-
+    ``min_args`` is a number of parameters that is enough too.
     """
     parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
     names = [name for name in parameters if name != "self"]

@@ -29,13 +29,9 @@ def get_filesystem(path: PathLike, **kwargs: object) -> AbstractFileSystem:
 
 
 def read(path_or_url: PathLike | IO[bytes], map_location: MapLocation = None, weights_only: bool | None = None) -> Any:
-    """Return what a file written by ``torch.save`` holds, or a checkpoint folder.
+    """Return what a file written by ``torch.save`` holds, or a checkpoint folder, by its path or URL, or the open file.
 
-    Args:
-        path_or_url: its path or URL, or the open file.
-        map_location: where tensors go, as for ``torch.load``.
-        weights_only: False reads Python objects too, which can run code: only for files you trust.
-
+    ``weights_only=False`` reads Python objects too, which can run code: only for files you trust.
     """
     load: Callable[..., Any] = files.load if isinstance(path_or_url, (str, os.PathLike)) else files.load_open
     read = load(path_or_url, map_location=map_location, weights_only=weights_only is not False)
