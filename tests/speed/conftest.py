@@ -28,5 +28,5 @@ def one_fork_server(_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_naps_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time the steps of this process with the clock of the planted models."""
-    for module in planted.TIMING:
-        monkeypatch.setattr(module, "time", planted.CLOCK)
+    for module, name, clock in planted.TIMING:
+        monkeypatch.setattr(module, name, clock)
