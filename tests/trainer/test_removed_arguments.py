@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from typing import Any
@@ -17,6 +18,7 @@ from hasten import callbacks as cb
 from hasten.accelerators import HPUAccelerator
 from hasten.cli import LightningCLI
 from hasten.loggers import CSVLogger
+from hasten.plugins import MixedPrecision
 from hasten.tuner import Tuner
 from tests.batching.sequences import Padded
 from tests.models import Classifier, dataset, loader, quiet
@@ -148,6 +150,7 @@ def test_the_line_for_an_argument_that_a_fabric_does_not_have_works(name: str, v
         (cb.LearningRateMonitor, "logging_intervals", "logging_interval"),
         (CSVLogger, "save_dirs", "save_dir"),
         (LightningCLI, "model", "model_class"),
+        (functools.partial(MixedPrecision, "bf16-mixed", "cpu"), "attention_in_32_bits", "(fast_attention=1)"),
         (lambda **given: quiet().fit(Classifier(), **given), "train_dataloader", "train_dataloaders"),
         (lambda **given: quiet().fit(Classifier(), **given), "epochs", "Trainer(max_epochs=1)"),
         (lambda **given: quiet().fit(Classifier(), **given), "test_dataloaders", "trainer.test(model, dataloaders)"),

@@ -358,6 +358,7 @@ _INSTEAD: dict[str, dict[str, str]] = {
             "trainer.test(ckpt_path='best')."
         ),
     },
+    "MixedPrecision": {"attention_in_32_bits": "=fast_attention"},
 }
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hasten._lib import check, torch_private
 from hasten._lib.device import as_device, is_cuda, is_host
 from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.names import without_unknown
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.small_updates import keep_small_updates
@@ -153,6 +154,7 @@ class MixedPrecision(Precision):
 
     """
 
+    @without_unknown
     def __init__(
         self,
         precision: MixedName = "16-mixed",
