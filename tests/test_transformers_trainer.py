@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,26 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
     assert longer.train(resume_from_checkpoint=True).global_step == 18
     evaluated = [row["step"] for row in longer.state.log_history if "eval_accuracy" in row]
     assert evaluated == [4, 8, 12, 16, 18][: 4 if OLD else 5]
+
+
+class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]
+    """Presses Ctrl-C in the third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_stopped_says_how_to_continue_and_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"train_dataset": texts(), "enable_model_summary": False}
+    args = arguments(tmp_path, num_train_epochs=1, logging_steps=2)
+    trainer = TransformersTrainer(language_model(), args, callbacks=[Interrupts()], **given)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.train()
+    assert "To resume it, call train(resume_from_checkpoint=True)." in caplog.text
+    again = TransformersTrainer(language_model(), args, **given)
+    assert again.train(resume_from_checkpoint=True).global_step == 6
+    assert [row["step"] for row in again.state.log_history if "loss" in row] == [2, 4, 6]
 
 
 def test_each_field_is_read_and_on_the_page_or_refused_by_its_name(tmp_path: Path) -> None:
