@@ -465,7 +465,7 @@ class TransformersTrainer:
         if args.save_strategy != "no":
             # It saves runs that are stopped from outside; events has the others saved.
             stopped = [ModelCheckpoint(args.output_dir, save_top_k=0, every_n_epochs=0)]
-            stopped[0]._to_resume = "call train(resume_from_checkpoint=True)"
+            stopped[0].HOW_TO_RESUME = "call train(resume_from_checkpoint=True)"
         savers = [each for each in (*callbacks, *stopped) if isinstance(each, Checkpoint)]
         loggers = [_LOGGERS[name](args) for name in args.report_to if name in _LOGGERS]
         given: dict[str, Any] = {

@@ -163,7 +163,7 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_EQUALS_CHAR: str = "="
     CHECKPOINT_NAME_LAST: str = "last"
     # How to resume a run that was stopped, in a message.
-    _to_resume = "call fit with ckpt_path='last'"
+    HOW_TO_RESUME: str = "call fit with ckpt_path='last'"
     FILE_EXTENSION: str = ".ckpt"
     STARTING_VERSION: ClassVar[int] = 1
 
@@ -640,7 +640,7 @@ class ModelCheckpoint(Checkpoint):
                 self._unwanted = [*self._unwanted, path]
             with set_during(self, save_weights_only=False):
                 self._save_checkpoint(trainer, path)
-        rank_zero_info(f"Saved the run as {path}. To resume it, {self._to_resume}.")
+        rank_zero_info(f"Saved the run as {path}. To resume it, {self.HOW_TO_RESUME}.")
 
     @contextmanager
     def _undo_on_failure(self) -> Iterator[None]:
