@@ -158,7 +158,7 @@ def line_text(
     charset: str = Bar.UTF,
     bar: str | None = None,
 ) -> str:
-    """Return the line of what is done, such as "Epoch 1/9"; what matters least is left out where there is no room.
+    """Return the line that shows the progress, such as "Epoch 1/9"; a long one loses its least important parts.
 
     Without ``columns``, those of the terminal, it says all there is, without a bar. The bar is drawn of the
     ``charset``, or ``bar`` stands for it, where something else draws it.

@@ -192,7 +192,7 @@ def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capi
 
 
 class Watchdog:
-    """The thread of one process, with a connection of its own to the store where the processes report.
+    """The thread that watches one process; it has its own connection to the store to which the processes report.
 
     Within a step, the others may wait for a process as long as the timeout. ``run`` is the number of this process group
     in the program, the same on all processes.

@@ -95,7 +95,7 @@ _own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).p
 
 
 def make_step(optimizer: Optimizer) -> Step:
-    """Return ``step(closure=None)`` for anything with ``step``; other arguments are those of its own step."""
+    """Return ``step(closure=None)`` for an object with a method ``step``, which also gets other arguments."""
     arithmetic = _arithmetic_of_step(optimizer)
     if arithmetic is None or _profiler_enabled is None or _pre_hooks is None or _post_hooks is None:
 

@@ -763,7 +763,7 @@ class StepEngine(StrategyPart):
             )
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Return ``step(closure=None)`` for ``optimizer``; other arguments are those of its own step."""
+        """Return ``step(closure=None)`` for ``optimizer``, whose own ``step`` also gets other arguments."""
         self.strategy.prepare_optimizer(optimizer)
         precision = self.precision
         if type(precision).convert_optimizer is not Precision.convert_optimizer:

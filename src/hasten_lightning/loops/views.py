@@ -377,7 +377,7 @@ class FitLoop(SourceLoop):
 
         count = Processed(ready=begun, completed=completed, started=begun, processed=processed)
         if self._counts is not None and self._counts[0] == now():
-            # A program that lowers both counters reads the second one as it was before it lowered the first.
+            # In ``processed -= 1; completed -= 1`` the second counter must read what it was before the first statement.
             count = replace(self._counts[1])
         if trainer.training and self._hook == "on_train_epoch_start":
             count.started -= 1

@@ -59,7 +59,7 @@ class Facts:
     length: float | None = None  # Batches of the training loader, or None.
     validates: bool = False  # Whether there is validation data and a step for it.
     data_from: str = "call"  # "call", "datamodule" or "model".
-    generator: bool = False  # Whether the training loader has a random generator of its own.
+    generator: bool = False  # Whether the training loader has its own random generator.
     datamodule: type | None = None  # The class of the datamodule.
     grad_enabled: bool = True  # Whether gradients are on where ``fit`` is called.
     processes: int = 1  # How many train together.

@@ -293,7 +293,7 @@ def _scheduler_steps(needs: Needs, when: str, monitored: bool = False) -> list[s
     done = "(batch_idx + 1)" if when == "step" else "(self.current_epoch + 1)"
     for name, interval, frequency, monitor in [] if needs.manual else needs.facts.schedulers:
         if interval == when and (monitor is not None) == monitored:
-            # StochasticWeightAveraging replaces this scheduler by one of its own when it begins.
+            # StochasticWeightAveraging replaces this scheduler with its own when it begins.
             tests = ["not self.swa_schedulers"] if needs.swaps else []
             tests += ["is_last"] if when == "step" and needs.windows and not monitored else []
             tests += [f"{done} % {frequency} == 0"] if frequency > 1 else []
