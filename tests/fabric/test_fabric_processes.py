@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 from hasten.loggers import CSVLogger
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 class Model(nn.Module):
@@ -63,6 +64,12 @@ def test_two_processes_train_to_the_weights_of_one() -> None:
         # Process r reads samples r, r + 2, ...: two batches of 2 together are one batch of 4 in the plain order.
         alone = train(L.Fabric(accelerator="cpu"), batch_size=4, call=call)
         assert weights == pytest.approx(alone, abs=1e-6)
+    # The module that was given to setup, in place of the one that it returned.
+    fabric, module = launched(), Model()
+    _, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    fabric.backward(module(torch.ones(2, 4)).mean())
+    with warned(UserWarning, fix="fabric.setup(model, optimizer)") if fabric.global_rank == 0 else nullcontext():
+        optimizer.step()
 
 
 @pytest.mark.world_size(2)

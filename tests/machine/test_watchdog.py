@@ -78,7 +78,9 @@ def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change(
     verdict = judge({0: waiting(16, **saving), 1: waiting(16, waits=True)}, TIMEOUT, warned=False)
     assert verdict is not None
     assert verdict.code == 1
-    assert verdict.headline.startswith("Trainer.save_checkpoint() is called on rank 0 and not on rank 1.")
+    assert verdict.headline.startswith(
+        "Trainer.save_checkpoint() or Fabric.save() is called on rank 0 and not on rank 1."
+    )
     assert decision(waiting(16, **saving), late(16, waits=True)) == (True, 1)
     assert decision(waiting(16, **saving), late(16, waits=True, saves=True)) == (False, None)
     # It may come to it.
@@ -130,6 +132,8 @@ def test_a_stack_says_what_its_process_does() -> None:
     at_barrier = stacks.activity_of(frames(program, fit, hook, barrier, torch_barrier))
     assert (at_barrier.doing, at_barrier.waits, at_barrier.is_long) == ("waits in barrier", True, True)
     assert stacks.activity_of(frames(program, fit, save)).saves
+    of_fabric = ("/lib/hasten/fabric/fabric.py", 7, "Fabric.save", "hasten")
+    assert stacks.activity_of(frames(program, of_fabric, save)).in_save_checkpoint
     assert not stacks.activity_of(frames(program, fit)).is_long
     text = stacks.report("hasten: stuck", {1: ("late", frames(program, fit, hook)), 0: ("waits", frames(program, fit))})
     assert text.index("rank 0: waits, /home/me/train.py:30") < text.index("rank 1: late, /home/me/train.py:12")

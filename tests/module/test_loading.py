@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
+from hasten._lib.errors import notes_of
 from hasten.checkpoint import files
 from hasten.module.hparams import StoredHyperParameters
 from hasten.utilities.hooks import CheckpointHooks
@@ -122,6 +123,22 @@ def test_arguments_given_replace_those_stored(saved: tuple[Net, Path], tmp_path:
     assert "hyper-parameters the file was trained with" in text
     with refused(TypeError, says="'widht'"):
         Net.load_from_checkpoint(path, widht=5)
+
+
+def test_what_load_state_dict_cannot_take_is_told_what_to_write(saved: tuple[Net, Path]) -> None:
+    model = Net(width=3)
+    checkpoint = torch.load(saved[1])
+    for strict in (True, False):
+        with refused(RuntimeError, "state_dict", fix="checkpoint['state_dict']"):
+            model.load_state_dict(checkpoint, strict=strict)
+    weights = checkpoint["state_dict"]
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({f"module.{name}": value for name, value in weights.items()})
+    assert "name.removeprefix('module.')" in notes_of(caught.value)[0].fix
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({name.removeprefix("a."): value for name, value in weights.items()})
+    assert "Load them into model.a" in notes_of(caught.value)[0].fix
+    assert not model.load_state_dict(weights).missing_keys
 
 
 def test_missing_and_unexpected_keys_are_named(saved: tuple[Net, Path]) -> None:

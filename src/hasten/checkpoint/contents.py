@@ -369,8 +369,7 @@ def describe_misfit(owner: str, state: Mapping[str, Any], present: Mapping[str, 
         and not hasattr(present[key], "materialize")
         and value.shape != present[key].shape
     ]
-    missing = [key for key in present if key not in state]
-    unexpected = [key for key in state if key not in present]
+    missing, unexpected = _without_partner(state, present)
     lines = [f"The weights in {source} do not fit {owner}."]
     for title, keys in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", mis_shaped)):
         if keys:
@@ -379,11 +378,22 @@ def describe_misfit(owner: str, state: Mapping[str, Any], present: Mapping[str, 
     if mis_shaped:
         lines.append("Make the model with the hyper-parameters the file was trained with.")
     elif missing or unexpected:
-        lines.append(_instead(missing, unexpected, state, present))
+        lines.append(instead_of(state, present))
     return "\n".join(lines)
 
 
-def _instead(missing: list[str], unexpected: list[str], state: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+def _without_partner(state: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the names that a file lacks, and those that a module lacks."""
+    return [key for key in present if key not in state], [key for key in state if key not in present]
+
+
+def instead_of(state: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Return what to write where the names of the weights of a file are not those of a module."""
+    missing, unexpected = _without_partner(state, present)
+    if prefix := _prefix(unexpected, missing):
+        return f"Load {{name.removeprefix({prefix!r}): value for name, value in state_dict.items()}}."
+    if prefix := _prefix(missing, unexpected):
+        return f"Load them into model.{prefix[:-1]}: its names lack {prefix!r}."
     if renamed := _renamed(missing, unexpected, state, present):
         return f"{renamed[0]!r} looks like {renamed[1]!r}: was a layer renamed?"
     if not set(state) & set(present):
@@ -392,6 +402,12 @@ def _instead(missing: list[str], unexpected: list[str], state: Mapping[str, Any]
         "Pass strict=False to load what fits. Trainer.fit(ckpt_path=...) needs all of it: call "
         "load_from_checkpoint(path, strict=False), and fit without ckpt_path."
     )
+
+
+def _prefix(longer: list[str], shorter: list[str]) -> str:
+    """Return what comes before each of the shorter names in the longer ones, such as "module."; "" if nothing does."""
+    found = (longer[0].removesuffix(name) for name in shorter if longer and longer[0].endswith(f".{name}"))
+    return next((each for each in found if {each + name for name in shorter} == set(longer)), "")
 
 
 def _renamed(

@@ -24,7 +24,8 @@ _INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
 
 # By file: functions of hasten and torch in which a process waits for others or works longer than a step.
 _BARRIERS = {"machine/collectives.py": ("barrier", "first_one_first"), "distributed_c10d.py": ("barrier",)}
-_SAVING = {"runtime.py": ("save",), "trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
+_SAVES_OF_PROGRAM = {"trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
+_SAVING = {"runtime.py": ("save",), **_SAVES_OF_PROGRAM}
 _PREPARING = {"loops/prepare.py": ("prepare",), "runtime.py": ("load",), "fabric/fabric.py": ("load", "load_raw")}
 _MEETING = {"machine/agreement.py": ("exchange", "all_at"), "machine/same_program.py": ("_wait",)}
 # Waits for a thread that writes a folder together with those of the other processes.
@@ -88,7 +89,7 @@ class Activity:
     is_long: bool
     is_unlimited: bool  # Waits for work of the first process that may take as long as it wants.
     saves: bool  # Works on a checkpoint, also in a thread, and does not wait in a collective.
-    in_save_checkpoint: bool  # Is in the Trainer's ``save_checkpoint``.
+    in_save_checkpoint: bool  # Is in the Trainer's ``save_checkpoint`` or Fabric's ``save``.
     is_patient: bool  # Runs the user's hook around the steps, or ends the run.
     in_backward: bool  # Computes a backward, or waits in it for others.
 
@@ -121,7 +122,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         is_long=is_long,
         is_unlimited=any(frame.within({"machine/collectives.py": ("first_one_first",)}) for frame in frames),
         saves=saving and (not waits or _any(frames, _JOINING)),
-        in_save_checkpoint=_any(frames, {"trainer/trainer.py": ("save_checkpoint",)}),
+        in_save_checkpoint=_any(frames, _SAVES_OF_PROGRAM),
         is_patient=leaving or hook.rpartition(".")[2].startswith("on_"),
         in_backward=_any(frames, _BACKWARD),
     )

@@ -148,8 +148,8 @@ def _saved_on_some(beats: dict[int, Beat]) -> str:
     if not saving or not others:
         return ""
     return (
-        f"Trainer.save_checkpoint() is called on {format_ranks(saving)} and not on {format_ranks(others)}. "
-        "Call it on all processes."
+        f"Trainer.save_checkpoint() or Fabric.save() is called on {format_ranks(saving)} and not on "
+        f"{format_ranks(others)}. Call it on all processes."
     )
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.device import is_cuda
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import is_read_by_jit
@@ -320,6 +320,26 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             if tensor.is_floating_point():
                 return tensor.dtype
         return torch.get_default_dtype() if self._moved_to is None else self._moved_to[1]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights as torch does; what does not fit is answered by what to write instead."""
+        kind = type(self).__name__
+        if isinstance(state_dict, Mapping) and isinstance(state_dict.get("state_dict"), Mapping):
+            raise make_error(
+                RuntimeError,
+                f"{kind}.load_state_dict(): this is a checkpoint, and the weights are an entry of it.",
+                fix=f"Write load_state_dict(checkpoint['state_dict']), or model = {kind}.load_from_checkpoint(path).",
+                argument="state_dict",
+            )
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            if "Missing key" in str(error) or "Unexpected key" in str(error):
+                # Only where it is asked for: it imports what reads checkpoints.
+                from hasten.checkpoint.contents import instead_of
+
+                add_note(error, "", fix=instead_of(state_dict, self.state_dict()))
+            raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if not any(tensor.is_floating_point() for tensor in chain(self.parameters(), self.buffers())):

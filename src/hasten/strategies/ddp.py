@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from hasten._lib import check, torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import parameters_of
 from hasten.machine import agreement, collectives
 from hasten.strategies.base import Sharding, StateIO, StepEngine
 from hasten.strategies.optimizer_shard import OptimizerShard, shard_of
@@ -91,6 +93,8 @@ class _CurrentDDP:
         self._number, self._made = next(_numbers), 0
         self._exchanged: list[nn.Parameter] = []
         self.ddp: DistributedDataParallel | None = None
+        # Whether a step has asked for the DDP.
+        self.called = False
         # A small parameter, which tells whether a backward reached the parameters at all.
         self.witness: nn.Parameter | None = None
         self._registrations = _registrations()
@@ -101,6 +105,7 @@ class _CurrentDDP:
 
     def current(self) -> DistributedDataParallel:
         """Return the DDP for the next step."""
+        self.called = True
         if self._registrations.count != self._count:
             self._count = self._registrations.count
             self._parameters, self._flags = list(self._module.parameters()), []
@@ -436,6 +441,18 @@ class DDPEngine(StepEngine):
                 wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
 
         return manual_forward if _is_manual(inner.module) else forward
+
+    def check_first_step(self, optimizer: Optimizer) -> None:
+        super().check_first_step(optimizer)
+        trained = {id(each) for each in parameters_of(optimizer) if each.grad is not None}
+        for holder in (each() for each in self.strategy._current.values()):
+            if holder is not None and not holder.called and not trained.isdisjoint(map(id, holder._exchanged)):
+                kind = type(holder._module).__name__
+                rank_zero_warn(
+                    f"The {kind} that was given to Fabric.setup() is called, and not the module that it returned: the "
+                    "gradients stay on each process, which then train different weights.",
+                    fix="Write model, optimizer = fabric.setup(model, optimizer), and call that model.",
+                )
 
     def _named(self, error: RuntimeError, holder: _CurrentDDP) -> RuntimeError:
         """Return an error that names the parameters which a step has left without a gradient; others as they are."""
