@@ -45,6 +45,14 @@ def pairs(model: Classifier) -> list[tuple[nn.Module, str]]:
     return [(model.layers[i], name) for name in ("weight", "bias") for i in (0, 3)]
 
 
+class WithoutForward(Classifier):
+    forward = L.LightningModule.forward
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(4))
+
+
 def make() -> Classifier:
     return Classifier(width=6)
 
@@ -261,10 +269,10 @@ def test_parameters_that_are_not_there_are_refused() -> None:
     with refused(ValueError, says=("['weight'", "'bias'")):
         quiet(callbacks=[Nothing("l1_unstructured")]).fit(model, loader(4))
     model.attention = nn.MultiheadAttention(4, 1)
-    with refused(
-        ValueError, "parameters_to_prune", fix="[(model.layer, 'weight'), ...]", says="'attention.out_proj.weight'"
-    ):
-        quiet(callbacks=pruning()()).fit(model, loader(4))
+    own = WithoutForward(6)
+    for given, trained, path in (((), model, "'attention.out_proj.weight'"), ([(own, "scale")], own, "scale")):
+        with refused(ValueError, "parameters_to_prune", fix="[(model.layer, 'weight'), ...]", says=path):
+            quiet(callbacks=pruning(parameters_to_prune=given)()).fit(trained, loader(4))
 
 
 def test_none_prunes_all_parameters() -> None:

@@ -17,11 +17,12 @@ from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.hooks import overrides
+from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
 Parameters = Sequence[tuple[nn.Module, str]]
@@ -273,11 +274,14 @@ class ModelPruning(Callback):
         paths = {id(module): path for path, module in pl_module.named_modules()}
         self._paths = [f"{paths[id(module)]}.{name}" for module, name in self._parameters_to_prune]
         for (module, _), path in zip(self._parameters_to_prune, self._paths, strict=True):
-            # Its mask is applied in a forward that nn.MultiheadAttention never calls: the second backward would fail.
-            if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            # Masks are applied where torch calls a module, before its forward: else the second backward would fail.
+            steps_only = module is pl_module and not overrides(module, LightningModule, "forward")
+            if steps_only or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+                what = "the module itself, which has no forward()"
+                if not steps_only:
+                    what = "an nn.MultiheadAttention, which does not call its out_proj as a layer"
                 raise MisconfigurationException(
-                    f"ModelPruning: {path!r} is of an nn.MultiheadAttention, which does not call its out_proj as a "
-                    "layer: torch's masks have no effect there.",
+                    f"ModelPruning: {path!r} is of {what}: torch's masks have no effect there.",
                     fix="Name the layers to prune: parameters_to_prune=[(model.layer, 'weight'), ...].",
                     argument="parameters_to_prune",
                 )
