@@ -13,7 +13,7 @@ from tests.eject.running import check_form, eject
 from tests.eject.test_features import STEPS, Case, scheduled
 
 SECOND = """trainer.fit(Net(), loader(26, shuffle=True), loader(10, shuffle=False))
-    L.Trainer(accelerator="cpu", {}).fit(Net(), loader(26, shuffle=True))"""
+    L.Trainer(accelerator="cpu", {}).fit(Net(), loader(26, shuffle=True), loader(10, shuffle=False))"""
 REFUSED = {
     "Net().fast_dev_run": (Case("fast_dev_run=True"), "Trainer(fast_dev_run=True) has no short equivalent"),
     "strategy": (Case('max_epochs=1, strategy="fsdp"'), "Trainer(strategy='fsdp') has no short equivalent"),
@@ -28,6 +28,11 @@ REFUSED = {
     ),
     "two Trainers": (Case(fit=SECOND.format("max_epochs=1, gradient_clip_val=1.0")), "gradient_clip_val=1.0: one loop"),
     "one without": (Case(fit=SECOND.format("max_steps=3")), "max_steps=3: one loop serves both"),
+    "a fit without validation": (
+        Case(fit="trainer.fit(Net(), loader(26, True), loader(10, False))\n    trainer.fit(Net(), loader(26, True))"),
+        "one fit has validation data, and another has none. Give it to both",
+    ),
+    "another name of self": (Case(methods="    def left(this):\n        this.log('a', 1)\n"), "'this'. Call it self"),
     "names": (Case(extra="def batch_size_of(batch):\n    return 1\n\n\n"), "defines batch_size_of, as the ejected"),
     "reduction": (
         Case(steps=STEPS.replace("prog_bar=True", 'reduce_fx="max"')), "self.log(reduce_fx=...): the ejected loop"

@@ -38,7 +38,9 @@ class Changes:
             if isinstance(node, ast.Call):
                 self._change_call(ProgramCall.of(node))
             elif isinstance(node, ast.List):
-                self._change_list(node)
+                shown = [one for one in node.elts if not self.objects.is_dropped(one)]
+                if len(shown) < len(node.elts):
+                    self.source.replace(node, f"[{', '.join(self.source.changed(one) for one in shown)}]")
         for node in ast.walk(source.tree):
             if self._goes(node):
                 source.remove_statement(node)
@@ -51,11 +53,6 @@ class Changes:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             return node.value is not None and isinstance(node.value, ast.Call) and objects.is_dropped(node.value)
         return is_append(node) and objects.is_dropped(node.value.args[0])  # type: ignore[attr-defined]
-
-    def _change_list(self, node: ast.List) -> None:
-        shown = [one for one in node.elts if not self.objects.is_dropped(one)]
-        if len(shown) < len(node.elts):
-            self.source.replace(node, f"[{', '.join(self.source.changed(one) for one in shown)}]")
 
     def _change_class(self, node: ast.ClassDef) -> None:
         source = self.source

@@ -113,7 +113,7 @@ class Needs:
 
     def _refused_lengths(self) -> Iterator[tuple[bool, str]]:
         yield (
-            self.limit is not None and not self._limited_batches(),
+            self.limit is not None and not int(self.limit * (self.facts.length or 1)),
             f"limit_train_batches={self.limit!r} trains on no batch. Leave out the call of fit.",
         )
         if self.length_is_known:
@@ -220,9 +220,6 @@ class Needs:
     @property
     def limit(self) -> Any:
         return self.arguments.get("limit_train_batches") if "limit_train_batches" in self.use.parameters else None
-
-    def _limited_batches(self) -> int:
-        return int(self.limit * (self.facts.length or 1) if isinstance(self.limit, float) else self.limit)
 
     @property
     def length_is_known(self) -> bool:

@@ -177,6 +177,9 @@ class UseReader:
 
     def _read_method(self, function: ast.FunctionDef) -> None:
         name, source, use = function.name, self.source, self.use
+        first = next(iter((*function.args.posonlyargs, *function.args.args)), None)
+        if first is not None and first.arg != "self" and not function.decorator_list:
+            source.refuse(function, f"{name} calls its first argument {first.arg!r}. Call it self")
         if name in MODEL_HOOKS:
             use.model_hooks.add(name)
         elif name in HOOK_NAMES - {"training_step", "validation_step", "test_step", "predict_step"}:
@@ -393,7 +396,8 @@ class UseReader:
             given = given - {"train_dataloaders"} | {"datamodule"}
         elif "dataloaders" in given and self._is_datamodule(call, names.index("dataloaders")):
             given = given - {"dataloaders"} | {"datamodule"}
-        use.verbs.setdefault(verb, set()).update(given)
+        self._check_validation(call, use.verbs.setdefault(verb, given) ^ given)
+        use.verbs[verb] = use.verbs[verb] | given
         if verb != "fit":
             if not given & {"dataloaders", "datamodule"}:
                 use.without_data.add(verb)
@@ -402,6 +406,10 @@ class UseReader:
             verbose = call.named.get("verbose")
             if verb != "predict" and not (isinstance(verbose, ast.Constant) and verbose.value is False):
                 use.loud.add(verb)
+
+    def _check_validation(self, call: ProgramCall, differs: set[str]) -> None:
+        if "val_dataloaders" in differs and self.facts.data_from == "call":
+            self.source.refuse(call.node, "one fit has validation data, and another has none. Give it to both")
 
     def _is_datamodule(self, call: ProgramCall, place: int) -> bool:
         value = call.positional[place] if place < len(call.positional) else None

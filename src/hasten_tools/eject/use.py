@@ -21,7 +21,7 @@ LEFT_OUT = {
     "resident": "resident left out: samples are read and collated one by one in each epoch",
     "fused_optimizer": "fused_optimizer left out: pass fused=... to the optimizer",
     "batch_size": "batch_size left out: it is that of the DataLoader",
-    "micro_batch": "micro_batch left out: a batch has to fit into memory as a whole",
+    "micro_batch": "micro_batch left out: batches have to fit into memory, and batch norm sees all of each",
     "memory": "memory left out: wrap blocks in torch.utils.checkpoint to recompute activations",
     "dropout": 'dropout="fast" left out: on a CPU dropout costs more, and draws other numbers',
     "allocator": "allocator left out: memory goes back to the system between steps, which costs page faults",

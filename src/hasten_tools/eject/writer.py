@@ -24,7 +24,14 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
     result |= _of_steps(needs)
     result |= _of_epochs(needs)
     result |= _of_batches(needs)
-    result |= _of_schedulers(needs)
+    result |= {
+        "schedulers": bool(needs.facts.schedulers) or needs.swaps,
+        "configure": _configure(needs),
+        "step_schedulers": _scheduler_steps(needs, "step"),
+        "epoch_schedulers": _scheduler_steps(needs, "epoch"),
+        "epoch_monitored": _scheduler_steps(needs, "epoch", monitored=True),
+        "step_monitored": _scheduler_steps(needs, "step", monitored=True),
+    }
     result |= _of_logs(needs)
     result |= _of_reports(needs)
     result |= _of_checkpoints(needs, stem)
@@ -146,17 +153,6 @@ def _of_batches(needs: Needs) -> dict[str, Any]:
         "loader_generator": facts.generator,
         "estimates": "estimated_stepping_batches" in use.of_trainer,
         "num_training_batches": "num_training_batches" in use.of_trainer,
-    }
-
-
-def _of_schedulers(needs: Needs) -> dict[str, Any]:
-    return {
-        "schedulers": bool(needs.facts.schedulers) or needs.swaps,
-        "configure": _configure(needs),
-        "step_schedulers": _scheduler_steps(needs, "step"),
-        "epoch_schedulers": _scheduler_steps(needs, "epoch"),
-        "epoch_monitored": _scheduler_steps(needs, "epoch", monitored=True),
-        "step_monitored": _scheduler_steps(needs, "step", monitored=True),
     }
 
 
