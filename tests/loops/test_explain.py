@@ -315,6 +315,7 @@ functional = torch.nn.functional
         (lambda self, batch, _: functional.cross_entropy(batch[1], self(batch[0])), "loss(scores, labels)"),
         (lambda self, batch, _: (self(batch[0]).argmax(1) == batch[1]).mean(), "(a == b).float().mean()"),
         (half, "Trainer(precision='16-true')"),
+        (lambda self, batch, _: self(batch[0].numpy()).mean(), "torch.from_numpy(x)"),
         (lambda self, batch, _: self.lr_schedulers().step(), "returned no learning rate scheduler"),
         (lambda self, batch, _: [].step(), "The list is empty"),  # type: ignore[attr-defined]
         (lambda self, batch, _: self.lr, "Write self.hparams.lr"),
@@ -323,6 +324,25 @@ functional = torch.nn.functional
 def test_the_line_to_write_fits_what_is_there(step: Any, said: str) -> None:
     with pytest.raises(Exception) as caught:
         quiet().fit(with_step(step), loader())
+    assert said in notes(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "step", "said"),
+    [
+        (loader().dataset.tensors[0].numpy(), lambda self, batch, _: self(batch).mean(), "TensorDataset(x, y)"),
+        (iter([{"x": [1.0] * 8}]), lambda self, batch, _: self(batch["x"]).mean(), "with_format('torch')"),
+        (iter([{"x": [1.0] * 8}]), lambda self, batch, _: batch["x"].float(), "with_format('torch')"),
+        (
+            [("cat", "dog")],
+            lambda self, batch, _: functional.cross_entropy(self(torch.ones(2, 8)), batch),
+            "names.index",
+        ),
+    ],
+)
+def test_data_in_place_of_batches_are_told_what_to_write(data: Any, step: Any, said: str) -> None:
+    with pytest.raises(Exception) as caught:
+        quiet().fit(with_step(step), data)
     assert said in notes(caught.value)
 
 

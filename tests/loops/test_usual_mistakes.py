@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import hasten as L
 from hasten._lib.errors import parts_of
@@ -701,6 +701,35 @@ def test_a_dataset_that_returns_none_is_named() -> None:
     with pytest.raises(TypeError) as caught:
         quiet().fit(Classifier(), DataLoader(samples, 2))
     assert "returned None for a sample" in notes(caught.value)
+
+
+class Rows(IterableDataset[Any]):
+    """Rows of data, all of them in each worker unless it is to divide them."""
+
+    def __init__(self, step: float = 0.1, *, divides: bool = False) -> None:
+        self.step, self.divides = step, divides
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info() if self.divides else None
+        for number in range(0 if worker is None else worker.id, 8, 1 if worker is None else worker.num_workers):
+            yield torch.full((8,), number * self.step), number % 2
+
+
+def test_workers_that_read_the_same_samples_are_warned_of() -> None:
+    def fit(data: Any) -> None:
+        quiet().fit(Classifier(), DataLoader(data, batch_size=2, num_workers=2))
+
+    with warned(UserWarning, says="2 times", fix="get_worker_info()"):
+        fit(Rows())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(Rows(divides=True))
+
+
+def test_a_sampler_for_other_processes_is_warned_of() -> None:
+    data = dataset(8)
+    with warned(UserWarning, says="num_replicas=2", fix="Leave the sampler out"):
+        quiet().fit(Classifier(), DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)))
 
 
 def test_lazy_layers_are_made_by_the_first_batch() -> None:

@@ -316,16 +316,6 @@ def _by_index(_: re.Match[str], place: _Place) -> str:
     return f"The batch is a {type(batch).__name__} with {known}.{example}{did_you_mean(str(key), keys)}"
 
 
-def _of_tensor(_: re.Match[str], place: _Place) -> str:
-    if isinstance(place.batch, Tensor) and place.has_batch():
-        return "The batch is one tensor: use it as it is, or let the dataset return a tuple or a dict."
-    return ""
-
-
-def _attribute_of_text(_: re.Match[str], place: _Place) -> str:
-    return _text(place) if hasattr(Tensor, getattr(place.error, "name", None) or "") else ""
-
-
 def _text(place: _Place) -> str:
     if isinstance(place.batch, Mapping) and 0 < len(place.batch) <= 8:
         keys = [str(key) for key in place.batch]
@@ -334,15 +324,46 @@ def _text(place: _Place) -> str:
     return "This is text. Make numbers of it in the dataset or the collate_fn, for instance by a tokenizer."
 
 
+def _without_loader(place: _Place) -> str:
+    """Return what to write where the parts of arrays or of a dataset come in place of batches; "" elsewhere."""
+    batch, kinds = place.batch, {"ndarray"}
+    values = batch if isinstance(batch, (list, tuple)) else [batch]
+    if isinstance(batch, Mapping):
+        values, kinds = [*batch.values()], {"ndarray", "list", "int", "float"}
+    if kinds.isdisjoint(type(each).__name__ for each in values) or any(isinstance(each, Tensor) for each in values):
+        return ""
+    return (
+        "The batch has no tensors, as if the data itself were given as the loader. Give "
+        "DataLoader(TensorDataset(x, y), batch_size=...) with tensors, or "
+        "DataLoader(dataset.with_format('torch'), batch_size=...) for a Dataset of Hugging Face."
+    )
+
+
+def _of_lists(_: re.Match[str], place: _Place) -> str:
+    if place.batch is not _NO_BATCH and (known := _without_loader(place) or _of_texts(place)):
+        return known
+    return "This is several tensors: unpack them first, for instance output, state = self.lstm(x)."
+
+
+def _of_texts(place: _Place) -> str:
+    if any(value and all(isinstance(each, str) for each in value) for value in _lists_near(place)):
+        return "These labels are text. Give each name a number in the dataset, for instance names.index(label)."
+    return ""
+
+
 def _no_tensor(found: re.Match[str], place: _Place) -> str:
     argument, kind = found.groups()
     if kind == "str":
         return _text(place)
+    if known := _without_loader(place):
+        return known
+    if kind == "numpy":
+        return "Leave .numpy() out, or make a tensor of it: torch.from_numpy(x)."
     if kind in ("list", "tuple") and argument.endswith("weight"):
         return f"Make a tensor of it: {argument}=torch.tensor([...], device=self.device)."
     if kind in ("list", "tuple"):
-        if any(value and all(isinstance(each, str) for each in value) for value in _lists_near(place)):
-            return "These labels are text. Give each name a number in the dataset, for instance names.index(label)."
+        if known := _of_texts(place):
+            return known
         if place.batch is not _NO_BATCH and any(value is place.batch for value in place.inputs):
             return (
                 f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch. A step gets batch "
@@ -635,7 +656,7 @@ def _unpack(found: re.Match[str], place: _Place) -> str:
     if isinstance(batch, Mapping):
         return _text(place)
     if not isinstance(batch, (list, tuple)):
-        return ""
+        return _without_loader(place)
     if len(batch) > 1 and all(isinstance(each, (list, tuple)) and len(each) == expected for each in batch):
         return (
             f"The batch is a list of {len(batch)} samples: stack them in the collate_fn, as "
@@ -647,10 +668,6 @@ def _unpack(found: re.Match[str], place: _Place) -> str:
         f"{expected} instead of {len(batch)}. The batch is a {describe_batch(batch)}. Write {names} = batch, or return "
         f"{expected} values from the dataset's __getitem__."
     )
-
-
-def _of_shapes(found: re.Match[str], _: _Place) -> str:
-    return f"Give both one shape, for instance by .squeeze(1) or .unsqueeze(1): {found[2]} and {found[1]}."
 
 
 def _broadcast(found: re.Match[str], place: _Place) -> str:
@@ -669,13 +686,6 @@ def _features_of_norm(found: re.Match[str], place: _Place) -> str:
 def _last_dimension(found: re.Match[str], place: _Place) -> str:
     kind = f"nn.{type(place.layer).__name__}" if place.layer is not None else "the layer"
     return f"The layer takes {found[1]} features and gets {found[2]}: {kind}({found[2]}, ...)."
-
-
-def _view(found: re.Match[str], _: _Place) -> str:
-    return (
-        f"The tensor has {found[2]} elements, which do not fill [{found[1]}]. Use x.flatten(1) to keep the batch "
-        "dimension, or -1 for one of the sizes."
-    )
 
 
 def _sparse_gradients(_: re.Match[str], place: _Place) -> str:
@@ -725,7 +735,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "Make the metric with num_classes equal to the number of scores: preds.shape[1]."),
     (r"key_padd(?:ed|ing)_mask\.shape", (AssertionError,),
      "key_padding_mask is (batch, tokens), and inputs are (batch, tokens, features) with batch_first=True."),
-    (r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", _ANY, _view),
+    (r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", _ANY,
+     lambda m, _: f"The tensor has {m[2]} elements, which do not fill [{m[1]}]. Use x.flatten(1) to keep the batch "
+     "dimension, or -1 for one of the sizes."),
     (r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)", _ANY,
      lambda m, _: f"Keep the batch dimension, {m[1]} scores for {m[2]} labels: x.flatten(1), not x.flatten()."),
     (r"Expected target size \[1, ", _ANY,
@@ -734,7 +746,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"Expected target size \[", _ANY,
      "cross_entropy takes classes in dimension 1. Use scores.transpose(1, 2), or scores.flatten(0, 1) and "
      "labels.flatten()."),
-    (r"[Tt]arget size \(torch.Size\((.*?)\)\).* input size \(torch.Size\((.*?)\)\)", _ANY, _of_shapes),
+    (r"[Tt]arget size \(torch.Size\((.*?)\)\).* input size \(torch.Size\((.*?)\)\)", _ANY,
+     lambda m, _: f"Give both one shape, for instance by .squeeze(1) or .unsqueeze(1): {m[2]} and {m[1]}."),
     (r"The size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at .*dimension (\d+)", _ANY,
      _broadcast),
     (r"Output size is too small|Kernel size can't be greater than actual input size", _ANY,
@@ -759,7 +772,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "there names it."),
     # The batch.
     (r"(?:list|tuple) indices must be integers or slices, not str", (TypeError,), _by_name),
-    (r"new\(\): invalid data type 'str'", (TypeError,), _of_tensor),
+    (r"new\(\): invalid data type 'str'", (TypeError,),
+     lambda _, place: "The batch is one tensor: use it as it is, or let the dataset return a tuple or a dict."
+     if isinstance(place.batch, Tensor) and place.has_batch() else ""),
     (r"^'params'$", (KeyError,), _of_groups),
     (r"", (KeyError,), _by_index),
     (r"unhashable type: 'slice'", (TypeError, KeyError), _by_index),
@@ -775,12 +790,13 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "Write self.log(name, value), or self.log_dict(values) for a dict."),
     (r"'(\w+)' object is not callable", (TypeError,), _hidden_method),
     (r"property '(\w+)' of '.*' object has no setter", (AttributeError,), _of_property),
-    (r"'str' object has no attribute", (AttributeError,), _attribute_of_text),
+    (r"'str' object has no attribute", (AttributeError,),
+     lambda _, place: _text(place) if hasattr(Tensor, getattr(place.error, "name", None) or "") else ""),
     (r"argument '(\w+)' \(position \d\) must be Tensor, not (\w+)", (TypeError,), _no_tensor),
     (r"()invalid combination of arguments - got \((list|tuple|str|NoneType)\b", (TypeError,), _no_tensor),
     (r"Boolean value of Tensor with more than one value", (RuntimeError,), _truth),
     (r"'(?:tuple|list)' object has no attribute '(?:shape|size|float|to|view|dim|device|mean|flatten|dtype)'",
-     (AttributeError,), "This is several tensors: unpack them first, for instance output, state = self.lstm(x)."),
+     (AttributeError,), _of_lists),
     (r"cannot assign \w+ before Module.__init__\(\) call", (AttributeError,), _before_init),
     (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,), _of_optimizers),
     (r"'NoneType' object has no attribute '(\w+)'", (AttributeError,), _of_none),

@@ -26,6 +26,18 @@ _PATIENCE_SECONDS = 600.0
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.05
 
 
+# What to write in a dataset whose workers all read the same samples.
+DIVIDE_AMONG_WORKERS = (
+    "In __iter__: worker = torch.utils.data.get_worker_info(), and yield every worker.num_workers-th sample from "
+    "worker.id on."
+)
+
+
+def begin_alike(batches: Sequence[str], workers: int) -> bool:
+    """Return whether all workers, which take turns, begin with the same batch, and go on with another one."""
+    return 1 < workers < len(batches) and len({*batches[:workers]}) == 1 and batches[0] != batches[workers]
+
+
 def number_to_compare(batch_size: int | None) -> int:
     """Return how many samples of each reader are compared."""
     return min(max(batch_size or 1, _LEAST), _MOST)

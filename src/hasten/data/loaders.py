@@ -38,6 +38,7 @@ from hasten.data.loader_parts import (
 from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
 from hasten.elsewhere import conventions
+from hasten.machine import collectives
 from hasten.seed import seed_worker
 
 _T = TypeVar("_T")
@@ -84,7 +85,7 @@ def prepare(
         _report_empty(loader, name)
     if not isinstance(loader, DataLoader):
         return loader
-    _warn_of_weights(loader, name)
+    _warn_of_sampler(loader, name, num_replicas)
     loader = _undropped(loader) if stage == "predict" else loader
     if num_replicas == 1 and not overfit:
         return loader
@@ -114,12 +115,19 @@ def in_lightnings_order(loader: Iterable[Any], num_replicas: int, rank: int, *, 
     return _shard(loader, num_replicas, rank, order_seed(None), train=True, shuffle=shuffle)
 
 
-def _warn_of_weights(loader: DataLoader[Any], name: str) -> None:
-    """Warn of weights of classes where a sampler takes those of samples."""
-    if not isinstance(loader.sampler, WeightedRandomSampler):
+def _warn_of_sampler(loader: DataLoader[Any], name: str, processes: int) -> None:
+    """Warn of a sampler for more processes than read the data, and of weights of classes in place of samples."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > processes and collectives.world_size() == 1:
+        rank_zero_warn(
+            f"{name}: its DistributedSampler(num_replicas={sampler.num_replicas}) gives a part of the samples, and no "
+            "other process reads the rest.",
+            fix="Leave the sampler out: hasten divides the samples over the processes that there are.",
+        )
+    if not isinstance(sampler, WeightedRandomSampler):
         return
     dataset: Any = loader.dataset
-    weights, samples = len(loader.sampler.weights), length_of(dataset) or 0
+    weights, samples = len(sampler.weights), length_of(dataset) or 0
     if weights < samples:
         rank_zero_warn(
             f"{name}: its WeightedRandomSampler has {weights} weights for {samples} samples, and draws no others.",

@@ -489,7 +489,8 @@ def same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _same_tensors(one, other)
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        return alike and (bool(torch.equal(one, other)) or pickled(one) == pickled(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -501,12 +502,6 @@ def same(one: object, other: object) -> bool:
         return bool(one == other) or pickled(one) == pickled(other)
     except Exception:
         return False
-
-
-def _same_tensors(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(torch.equal(one, other)) or pickled(one) == pickled(other)
 
 
 def size_of(sample: object) -> int:

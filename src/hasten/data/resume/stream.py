@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
 from hasten.data.divided import able_to_go_on, users_dataset
+from hasten.data.first_samples import DIVIDE_AMONG_WORKERS, begin_alike, digest_of
 from hasten.data.loader_parts import (
     ShardSampler,
     epoch_setters,
@@ -186,7 +188,25 @@ class Stream:
         """
         if self._loaded is None and self._resumed is None:
             self._rest = None
-        return self._iterate_to(limit, self.certain_length)
+        batches = self._iterate_to(limit, self.certain_length)
+        loader: Any = self.loader
+        if not self.epoch and getattr(loader, "num_workers", 0) > 1 and is_iterable(loader):
+            return self._compared(batches, loader.num_workers)
+        return batches
+
+    def _compared(self, batches: Generator[tuple[Any, bool], None, None], workers: int) -> Generator[Any, None, None]:
+        """Yield the batches, and warn if all workers begin with the same one, and so read the same samples."""
+        seen: list[str] = []
+        # The second batch of the first worker shows that not all are alike.
+        for batch, is_last in itertools.islice(batches, workers + 1):
+            seen.append(digest_of(batch))
+            yield batch, is_last
+        if begin_alike(seen, workers):
+            what = (
+                f"{self.name}: each of its {workers} workers reads all samples: they come {workers} times in an epoch."
+            )
+            rank_zero_warn(what, fix=DIVIDE_AMONG_WORKERS)
+        yield from batches
 
     def _last_of_epoch(self, limit: int | None, certain: int | None) -> int | None:
         length = self.length if self._ends_at_length else None
@@ -231,7 +251,9 @@ class Stream:
                 position.consumed, position.last, position.finished = number, batch, is_last
                 yield batch, is_last
                 if is_last:
-                    self._end_iterator(iterator, exhausts)
+                    # As in the plain loop, unless it has ended or the next epoch is begun.
+                    if exhausts and not self._generators and self._current is iterator:
+                        next(iterator, None)
                     break
                 number, batch = number + 1, _END
             position.prefetched, position.prefetched_state = _END, None
@@ -296,11 +318,6 @@ class Stream:
         if self._generators and not self._ends_at_length:
             # The user's generator moves once more when its sampler ends, as it does in the plain loop. That
             # belongs to this epoch's state, so it must have happened when the state is taken.
-            next(iterator, None)
-
-    def _end_iterator(self, iterator: Iterator[Any], exhausts: bool) -> None:
-        """Let the iterator end after the last batch, as in the plain loop, unless it has or the next epoch is begun."""
-        if exhausts and not self._generators and self._current is iterator:
             next(iterator, None)
 
     def begin(self) -> None:
