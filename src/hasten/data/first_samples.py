@@ -34,8 +34,9 @@ DIVIDE_AMONG_WORKERS = (
 
 
 def begin_alike(batches: Sequence[str], workers: int) -> bool:
-    """Return whether all workers, which take turns, begin with the same batch, and go on with another one."""
-    return 1 < workers < len(batches) and len({*batches[:workers]}) == 1 and batches[0] != batches[workers]
+    """Return whether all workers, which take turns, begin with the same two batches, which differ from each other."""
+    first, second = {*batches[:workers]}, {*batches[workers : 2 * workers]}
+    return workers > 1 and len(batches) >= 2 * workers and len(first) == len(second) == 1 and first != second
 
 
 def number_to_compare(batch_size: int | None) -> int:

@@ -6,7 +6,8 @@ import io
 import itertools
 import multiprocessing
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.data import (
 from hasten._lib import torch_private
 from hasten._lib.explain import remedy_for
 from hasten._lib.tree import leaves
-from hasten.data.first_samples import DIVIDE_AMONG_WORKERS, begin_alike, digest_of
+from hasten.data.first_samples import DIVIDE_AMONG_WORKERS, SAME, compare, digest_of, number_to_compare
 from hasten.data.loader_parts import is_iterable, length_of, samplers_of, shut_down, with_attributes
 from hasten.data.resume.stream import reads_once
 from hasten.extend.origin import module_of, package_of
@@ -215,11 +216,16 @@ def _check_workers(name: str, loader: DataLoader[Any], rows: Rows) -> bool:
             )
             return False
     iterator = None
+    digests: list[list[str]] = [[] for _ in range(loader.num_workers)]
     try:
         iterator = iter(_short(loader))
-        seen = [digest_of(next(iterator))]
+        first: list[list[str]] = next(iterator)
         if is_iterable(loader):
-            seen += map(digest_of, itertools.islice(iterator, loader.num_workers))
+            # The workers take turns.
+            rounds = -(-number_to_compare(loader.batch_size) // (loader.batch_size or 1))
+            batches = itertools.islice(itertools.chain([first], iterator), rounds * loader.num_workers)
+            for number, batch in enumerate(batches):
+                digests[number % loader.num_workers] += batch
     except StopIteration:
         rows.error(name, "The loader has a length, and its workers give no batch.", "Look at the dataset's __iter__.")
         return False
@@ -230,10 +236,27 @@ def _check_workers(name: str, loader: DataLoader[Any], rows: Rows) -> bool:
         if iterator is not None:
             shut_down(iterator)
     rows.ok(f"{name} workers", f"{workers} started by {starts!r} and gave a batch")
-    if is_iterable(loader) and begin_alike(seen, loader.num_workers):
-        what = f"Each of the {workers} reads all of {type(loader.dataset).__name__}: every sample comes "
-        rows.warning(name, f"{what}{loader.num_workers} times.", DIVIDE_AMONG_WORKERS)
+    if loader.num_workers > 1 and is_iterable(loader) and all(digests) and compare(digests) == SAME:
+        rows.warning(
+            name,
+            f"Each of the {workers} reads all of {type(loader.dataset).__name__}: every sample comes "
+            f"{loader.num_workers} times.",
+            DIVIDE_AMONG_WORKERS,
+        )
     return True
+
+
+@dataclass
+class _Digests:
+    """A collate function that joins samples as the user's does, and returns their digests."""
+
+    collate: Callable[[Any], Any]
+    joins: bool
+
+    def __call__(self, samples: Any) -> list[str]:
+        digests = [digest_of(sample) for sample in samples] if self.joins else [digest_of(samples)]
+        self.collate(samples)
+        return digests
 
 
 def _worker_error(name: str, loader: DataLoader[Any], workers: str, error: Exception) -> CheckRow:
@@ -260,7 +283,9 @@ def _worker_error(name: str, loader: DataLoader[Any], workers: str, error: Excep
 def _short(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a loader that reads the first batch only, with a time limit."""
     changes: dict[str, Any] = {"timeout": WORKER_SECONDS, "persistent_workers": False}
-    if not is_iterable(loader):
+    if is_iterable(loader):
+        changes["collate_fn"] = _Digests(loader.collate_fn, loader.batch_size is not None)
+    else:
         which = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         first = next(iter(getattr(loader, which)), None)
         changes[which] = [] if first is None else [first]

@@ -195,10 +195,9 @@ class Stream:
         return batches
 
     def _compared(self, batches: Generator[tuple[Any, bool], None, None], workers: int) -> Generator[Any, None, None]:
-        """Yield the batches, and warn if all workers begin with the same one, and so read the same samples."""
+        """Yield the batches, and warn if all workers begin with the same two, and so read the same samples."""
         seen: list[str] = []
-        # The second batch of the first worker shows that not all are alike.
-        for batch, is_last in itertools.islice(batches, workers + 1):
+        for batch, is_last in itertools.islice(batches, 2 * workers):
             seen.append(digest_of(batch))
             yield batch, is_last
         if begin_alike(seen, workers):
