@@ -7,22 +7,28 @@ three seconds, a copy some milliseconds. hasten is not imported before: it looks
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
 # The first optimizer of a process imports torch._dynamo, which takes longer than torch itself.
 PRELOADED = ("torch", "torch._dynamo")
 MOST_BYTES = 1 << 20
+# How many of the Python processes that a program starts, and each of them, are copies as well: see ``_Spares``.
+STARTED_COPIES = "HASTEN_TESTS_STARTED_COPIES"
 
 
 def serve(descriptor: int, listening: int) -> CodeType:
@@ -74,7 +80,92 @@ def serve(descriptor: int, listening: int) -> CodeType:
         os.dup2(stream, number)
         os.close(stream)
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
-    return _become(**json.loads(message))
+    request = json.loads(message)
+    # A copy that the program starts goes through the same lines.
+    while (started := _Spares().make(int(request["environment"].get(STARTED_COPIES, "0")))) is not None:
+        request = started
+    return _become(**request)
+
+
+class _Spares:
+    """Children of a copy that wait, as new as it is, until its program starts Python, and then are what it starts.
+
+    So a program has real children, which know it as their parent, and whose exit codes it gets.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, socket.socket]] = []
+
+    def make(self, count: int) -> Any:
+        """Return None in the copy itself, and in a child what it is to become; it ends if the copy does before."""
+        for _ in range(count):
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if child := os.fork():
+                its.close()
+                self.waiting.append((child, ours))
+                continue
+            for each in (ours, *(other for _, other in self.waiting)):
+                each.close()
+            with its:
+                message, files, *_ = socket.recv_fds(its, MOST_BYTES, 16)
+                # Above all numbers that they may be given below.
+                files = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 512) for file in files]
+            if not message:
+                os._exit(0)
+            request = json.loads(message)
+            for file, number in zip(files, request.pop("files"), strict=True):
+                os.dup2(file, number)
+                os.close(file)
+            return request
+        if count:
+            self._serve()
+        return None
+
+    def _serve(self) -> None:
+        """Have ``subprocess.Popen`` and "spawn" take the children, where a new Python is to have our own files."""
+        execute: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+        spawn = multiprocessing.util.spawnv_passfds
+
+        def execute_copy(process: Any, args: Any, executable: Any, *rest: Any) -> None:
+            _, _, files, folder, environment, _, _, _, *pipes = rest
+            if self._takes(args) and executable in (None, args[0]) and set(pipes[:6]) == {-1}:
+                process.pid = self._start(args, files, folder, environment)
+                process._child_created = True
+            else:
+                execute(process, args, executable, *rest)
+
+        def spawn_copy(path: Any, args: Any, files: Any) -> int:
+            # Not for the tracker of shared memory, which imports nothing.
+            is_large = args[-1] == "--multiprocessing-fork" or "multiprocessing.forkserver" in args[-1]
+            return self._start(args, files) if is_large and self._takes(args) else spawn(path, args, files)
+
+        subprocess.Popen._execute_child = execute_copy  # type: ignore[attr-defined]
+        multiprocessing.util.spawnv_passfds = spawn_copy
+
+    def _takes(self, args: Any) -> bool:
+        if not self.waiting or not isinstance(args, list) or len(args) < 2 or os.fsdecode(args[0]) != sys.executable:
+            return False
+        first = _words(args)[0]
+        return first in ("-c", "-m") or not first.startswith("-")
+
+    def _start(self, args: Any, files: Sequence[int], folder: Any = None, environment: Any = None) -> int:
+        child, ours = self.waiting.pop()
+        variables = dict(os.environ if environment is None else environment)
+        request = {
+            "words": [str(word) for word in _words(args)],
+            "folder": str(folder or os.getcwd()),
+            "environment": variables,
+            "path": variables["PYTHONPATH"].split(os.pathsep),
+            "files": list(files),
+        }
+        with ours:
+            socket.send_fds(ours, [json.dumps(request).encode()], files)
+        return child
+
+
+def _words(args: list[Any]) -> list[Any]:
+    """Return what comes after Python and the option that PYTHONDONTWRITEBYTECODE stands for."""
+    return args[1 + (args[1] == "-B") :]
 
 
 def _become(words: list[str], folder: str, environment: dict[str, str], path: list[str]) -> CodeType:

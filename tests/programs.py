@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.forked import STARTED_COPIES
+
 ROOT = Path(__file__).parents[1]
 # The variable with the name of the socket of a fork server, for the programs of ``copying_python``, and this one's.
 _SERVER = "HASTEN_TESTS_FORK_SERVER"
@@ -60,7 +62,8 @@ def fork_python(
     """Run ``python WORDS...`` as ``run_python`` does, in a copy of a process that has imported torch.
 
     The program comes first of the words: a path, "-c" or "-m". Not for programs about what is imported when, or that
-    are found by their command line; processes that the program starts are started as ever.
+    are found by their command line; processes that the program starts are started as ever, except with those of
+    ``started_copies`` among the variables.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         code = Forked(words, output.fileno(), errors.fileno(), cwd=cwd, **environment).wait(timeout)
@@ -177,6 +180,15 @@ def copying_python(folder: Path) -> dict[str, str]:
     program.chmod(0o755)
     _fork_server()
     return {"PYTHON_EXEC": str(program), _SERVER: _SERVER_NAME}
+
+
+def started_copies(count: int) -> dict[str, str]:
+    """Return variables with which so many of the Python processes that a program of ``fork_python`` starts are copies.
+
+    For ranks that hasten starts, which know the process that started them, and for those of "spawn"; also for so many
+    that each of these starts. They are children of the program, get signals, are killed and fail as ever.
+    """
+    return {STARTED_COPIES: str(count)}
 
 
 def run_copy(words: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.programs import ROOT, fork_python, run_python
+from tests.programs import ROOT, fork_python, run_python, started_copies
 
 from hasten.commands import main
 
@@ -96,7 +96,7 @@ def said(rank: int) -> list[Any]:
 
 def test_the_processes_of_a_program_have_the_alias_whether_or_not_lightning_is_installed(folder: Path) -> None:
     """Two ranks, and a worker started by "spawn" for each."""
-    done = hasten_run("train.py", "ddp", "2", "--flag", CONTEXT="spawn")
+    done = hasten_run("train.py", "ddp", "2", "--flag", CONTEXT="spawn", **started_copies(2))
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert said(rank) == [2, 1.0, ["ddp", "2", "--flag"], "__main__"]
@@ -117,7 +117,7 @@ def test_a_module_is_run_again_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_install_in_the_program_itself_does_the_same_for_its_children(folder: Path) -> None:
     (folder / "own.py").write_text("import hasten.compat\nhasten.compat.install()\n" + PROGRAM)
-    done = fork_python("own.py", "auto", "1", PYTHONPATH=paths(), CONTEXT="forkserver")
+    done = fork_python("own.py", "auto", "1", PYTHONPATH=paths(), CONTEXT="forkserver", **started_copies(1))
     assert done.returncode == 0, done.stderr
     assert said(0)[:2] == [4, 1.0]
 

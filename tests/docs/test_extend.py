@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import blocks_of
-from tests.programs import fork_python
+from tests.programs import fork_python, started_copies
 
 PROGRAM = """
 import sys
@@ -95,7 +95,7 @@ def installed(tmp_path: Path) -> Path:
 
 def run(folder: Path, body: str) -> str:
     (folder / "train.py").write_text(PROGRAM.replace("{body}", body), encoding="utf-8")
-    done = fork_python("train.py", cwd=folder)
+    done = fork_python("train.py", cwd=folder, **started_copies(1))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from tests.programs import ROOT, fork_python
+from tests.programs import ROOT, fork_python, started_copies
 
 EXAMPLES = ROOT / "examples"
 
@@ -123,14 +123,14 @@ def test_ema_and_swa(run: Callable[..., str]) -> None:
 
 
 def test_prediction_of_two_processes(tmp_path: Path) -> None:
-    done = fork_python(EXAMPLES / "predict_two_processes.py", tmp_path / "out", cwd=tmp_path)
+    done = fork_python(EXAMPLES / "predict_two_processes.py", tmp_path / "out", cwd=tmp_path, **started_copies(1))
     assert "2 processes wrote [51, 50] predictions, equal to those of one: True" in done.stdout
     parts = [torch.load(tmp_path / "out" / f"part-{rank}.pt") for rank in range(2)]
     assert sorted(torch.cat([part["samples"] for part in parts]).tolist()) == list(range(101))
 
 
 def test_a_pipeline_trains_as_one_process(tmp_path: Path) -> None:
-    done = fork_python(EXAMPLES / "pipeline_parallel.py", "gpipe", "1f1b", cwd=tmp_path)
+    done = fork_python(EXAMPLES / "pipeline_parallel.py", "gpipe", "1f1b", cwd=tmp_path, **started_copies(1))
     assert done.returncode == 0, done.stderr
     reached = result(done.stdout, r"loss gpipe ([\d.]+), 1f1b ([\d.]+)")
     program = runpy.run_path(str(EXAMPLES / "pipeline_parallel.py"))

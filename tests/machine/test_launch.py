@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from tests.models import Classifier, loader, quiet
-from tests.programs import Forked, call_in_file, copying_python
+from tests.programs import Forked, call_in_file, copying_python, started_copies
 from tests.refusals import refused, warned
 from torch import nn
 
@@ -29,7 +29,7 @@ SECONDS = 600  # Far more than any of it takes, on a loaded machine too.
 
 
 def start(strategy: str, mode: str, folder: Path) -> Forked:
-    return Forked((PROGRAM, strategy, mode, "."), cwd=folder)
+    return Forked((PROGRAM, strategy, mode, "."), cwd=folder, **started_copies(1))
 
 
 def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
@@ -275,8 +275,8 @@ if __name__ == "__main__":
 def test_a_program_that_a_rank_starts_can_have_processes_of_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(NESTED)
-    # The programs that the ranks start are copies. Other ranks are not: they know the process that started them.
-    copying = copying_python(tmp_path)
+    # The programs that the ranks start are copies, and the other ranks of each.
+    copying = copying_python(tmp_path) | started_copies(1)
     process = Forked((program,), PYTHON_OF_TEST=copying.pop("PYTHON_EXEC"), **copying)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
@@ -338,7 +338,7 @@ if not torch.distributed.is_nccl_available():
 def test_a_backend_that_torch_does_not_have_is_refused_when_the_group_is_made(backend: str, tmp_path: Path) -> None:
     # A program may register its own backend until then.
     (tmp_path / "program.py").write_text(OF_BACKEND.format(backend=backend))
-    process = Forked((tmp_path / "program.py",), cwd=tmp_path)
+    process = Forked((tmp_path / "program.py",), cwd=tmp_path, **started_copies(1))
     text = process.communicate(timeout=SECONDS)[0]
     assert process.returncode != 0
     assert f"DDPStrategy(process_group_backend={backend!r})" in text

@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from tests.programs import fork_python
+from tests.programs import fork_python, started_copies
 from torch.distributed._functional_collectives import wait_tensor
 
 from hasten.machine import stacks
@@ -234,7 +234,7 @@ def run(tmp_path: Path, how: str, method: str) -> tuple[int, str]:
     """Run the program, whose rank 1 sleeps for longer than any program may take here."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = fork_python(program, how, method, cwd=tmp_path)
+    done = fork_python(program, how, method, cwd=tmp_path, **started_copies(1))
     assert done.stderr.splitlines().count("stuck") == 1, done.stderr[-3000:]
     return done.returncode, done.stderr
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import fork_python
+from tests.programs import fork_python, started_copies
 
 PROGRAM = """
 import os, signal, sys, time
@@ -27,7 +27,7 @@ class Model(Classifier):
 HOW = sys.argv[1]
 if __name__ == "__main__":
     from hasten.machine import launch
-    launch.GRACE_SECONDS = 1.0
+    launch.GRACE_SECONDS, launch.KILL_SECONDS = 1.0, 0.5
     trainer = quiet(devices=2, strategy="ddp", max_epochs=2)
     trainer.fit(Model(), loader(16), loader(16))
     print("after fit")
@@ -68,7 +68,7 @@ if __name__ == "__main__":
 def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(how: str, code: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = fork_python(program, how)
+    done = fork_python(program, how, **started_copies(1))
     assert done.returncode == code, done.stderr[-3000:]
     assert ("after fit" in done.stdout) == ("SIGTERM" not in how and "within fit" not in how)
     if how in ("exit", "stay"):
