@@ -74,6 +74,47 @@ def fork_python(
     return subprocess.CompletedProcess(words, code, *printed)
 
 
+def run_imported(
+    program: Path, *words: str | Path, cwd: Path, timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python PROGRAM WORDS...`` as ``fork_python`` does, in a copy that has imported what tests do, hasten too.
+
+    For programs of which most would be the import of hasten's optional packages, and that hasten does not run again.
+    """
+    import multiprocessing  # Takes a while, and others do not need it.
+
+    output, errors = cwd / "output.txt", cwd / "errors.txt"
+    variables = environment_of_python() | environment
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_as_program, args=(program, [str(word) for word in words], cwd, variables, output, errors)
+    )
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"the program still ran after {timeout} seconds")
+    return subprocess.CompletedProcess(words, process.exitcode, output.read_text(), errors.read_text())
+
+
+def _as_program(
+    program: Path, words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path
+) -> None:
+    """Be the process of ``run_imported``."""
+    import multiprocessing
+    import runpy
+
+    # As for any program; each worker of a DataLoader would import torch, from a server of its own.
+    multiprocessing.set_start_method("fork", force=True)
+    for number, path in ((1, output), (2, errors)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [str(program), *words]
+    runpy.run_path(str(program), run_name="__main__")
+
+
 class Forked:
     """A program in a copy of a process that has imported torch, see ``fork_python``.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, fork_python
+from tests.programs import ROOT, run_imported
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the runs from one process")
@@ -16,8 +16,8 @@ def test_killed_runs_leave_whole_checkpoints_and_resume_bit_exact(tmp_path: Path
     found = []
     # `make kills` has the other kinds, and more kills.
     for kills, only in ((18, "one process"), (2, "two processes, sharded folders, saved in the background")):
-        figures = tmp_path / f"{kills}.json"
-        done = fork_python(ROOT / "benchmarks" / "kills.py", "--kills", str(kills), "--only", only, "--json", figures)
+        figures, words = tmp_path / f"{kills}.json", ("--kills", str(kills), "--only", only, "--json")
+        done = run_imported(ROOT / "benchmarks" / "kills.py", *words, figures, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         found += json.loads(figures.read_text()).values()
     kills = sum(kind["kills"] for kind in found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from tests.programs import fork_python
+from tests.programs import run_imported
 
 COMMON = '''
 import torch
@@ -145,8 +145,9 @@ if __name__ == "__main__":
 
 
 def execute(source: str, folder: Path) -> list[str]:
-    (folder / "program.py").write_text(source)
-    done = fork_python("program.py", cwd=folder, HF_HUB_OFFLINE="1")
+    program = folder / "program.py"
+    program.write_text(source)
+    done = run_imported(program, cwd=folder, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-4000:]
     return next(line.split() for line in done.stdout.splitlines() if line.startswith("RESULT"))
 
