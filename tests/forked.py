@@ -20,13 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
 # The first optimizer of a process imports torch._dynamo, which takes longer than torch itself.
 PRELOADED = ("torch", "torch._dynamo")
-MOST_BYTES = 1 << 20
+MOST_BYTES, MOST_FILES = 1 << 20, 16
 # How many of the Python processes that a program starts, and each of them, are copies as well: see ``_Spares``.
 STARTED_COPIES = "HASTEN_TESTS_STARTED_COPIES"
 
@@ -36,9 +35,9 @@ def serve(descriptor: int, listening: int) -> CodeType:
 
     Other processes connect to the socket that listens, with one program each.
 
-    A message is JSON: "words" after ``python``, "folder", "environment" and "path", the folders of PYTHONPATH. With it
-    come four files: standard input, output and error, and one for the id of the copy, and its exit code when it has
-    ended.
+    A message is JSON: "words" after ``python``, "folder", "environment" and "path", the folders of PYTHONPATH, whether
+    it begins a "session", and the numbers that the "files" have for it, which come with the message. Before those comes
+    one for the id of the copy, and its exit code when it has ended.
     """
     for name in PRELOADED:
         importlib.import_module(name)
@@ -54,7 +53,7 @@ def serve(descriptor: int, listening: int) -> CodeType:
         while True:
             is_other = waiting.poll()[0][0] == others.fileno()
             with others.accept()[0] if is_other else contextlib.nullcontext(requests) as request:
-                message, files, *_ = socket.recv_fds(request, MOST_BYTES, 4)
+                message, files, *_ = socket.recv_fds(request, MOST_BYTES, MOST_FILES)
             if not message:
                 if is_other:
                     continue
@@ -63,7 +62,7 @@ def serve(descriptor: int, listening: int) -> CodeType:
                 break
             for file in files:
                 os.close(file)
-    *streams, answers = files
+    answers, *files = files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if child := os.fork():
         os.write(answers, f"{child}\n".encode())
@@ -76,15 +75,27 @@ def serve(descriptor: int, listening: int) -> CodeType:
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
     os.close(answers)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    while True:
+        request = json.loads(message)
+        _prepare(files, request.pop("files"), request.pop("session"))
+        # A copy that the program starts goes through the same lines.
+        if (started := _Spares().make(int(request["environment"].get(STARTED_COPIES, "0")))) is None:
+            return _become(**request)
+        message, files = started
+
+
+def _prepare(files: list[int], numbers: list[int], session: bool) -> None:
+    """Give the files that a copy was sent the numbers that its program knows them by; begin a session."""
+    # Above all numbers that they may have.
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 512) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(above, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    if session:
+        os.setsid()
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
-    request = json.loads(message)
-    # A copy that the program starts goes through the same lines.
-    while (started := _Spares().make(int(request["environment"].get(STARTED_COPIES, "0")))) is not None:
-        request = started
-    return _become(**request)
 
 
 class _Spares:
@@ -96,8 +107,8 @@ class _Spares:
     def __init__(self) -> None:
         self.waiting: list[tuple[int, socket.socket]] = []
 
-    def make(self, count: int) -> Any:
-        """Return None in the copy itself, and in a child what it is to become; it ends if the copy does before."""
+    def make(self, count: int) -> tuple[bytes, list[int]] | None:
+        """Return None in the copy itself, and in a child the message it gets; it ends if the copy does before."""
         for _ in range(count):
             ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if child := os.fork():
@@ -107,37 +118,40 @@ class _Spares:
             for each in (ours, *(other for _, other in self.waiting)):
                 each.close()
             with its:
-                message, files, *_ = socket.recv_fds(its, MOST_BYTES, 16)
-                # Above all numbers that they may be given below.
-                files = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 512) for file in files]
+                message, files, *_ = socket.recv_fds(its, MOST_BYTES, MOST_FILES)
             if not message:
                 os._exit(0)
-            request = json.loads(message)
-            for file, number in zip(files, request.pop("files"), strict=True):
-                os.dup2(file, number)
-                os.close(file)
-            return request
+            return message, files
         if count:
             self._serve()
         return None
 
     def _serve(self) -> None:
-        """Have ``subprocess.Popen`` and "spawn" take the children, where a new Python is to have our own files."""
+        """Have ``subprocess.Popen``, but for its pipes, and "spawn" take the children for a new Python."""
         execute: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         spawn = multiprocessing.util.spawnv_passfds
 
         def execute_copy(process: Any, args: Any, executable: Any, *rest: Any) -> None:
-            _, _, files, folder, environment, _, _, _, *pipes = rest
-            if self._takes(args) and executable in (None, args[0]) and set(pipes[:6]) == {-1}:
-                process.pid = self._start(args, files, folder, environment)
-                process._child_created = True
-            else:
+            _, _, files, folder, environment, _, _, _, reads, in_, out, writes, errors_in, errors, *_, session, _ = rest
+            has_pipe = {in_, out, errors_in} != {-1}
+            if has_pipe or executable not in (None, args[0]) or not self._takes(args):
                 execute(process, args, executable, *rest)
+                return
+            standard = {number: file for number, file in enumerate((reads, writes, errors)) if file != -1}
+            given = standard | {number: number for number in files}
+            process.pid = self._start(args, given, folder, environment, session)
+            process._child_created = process._closed_child_pipe_fds = True
+            if (null := getattr(process, "_devnull", None)) is not None:
+                os.close(null)
 
         def spawn_copy(path: Any, args: Any, files: Any) -> int:
             # Not for the tracker of shared memory, which imports nothing.
             is_large = args[-1] == "--multiprocessing-fork" or "multiprocessing.forkserver" in args[-1]
-            return self._start(args, files) if is_large and self._takes(args) else spawn(path, args, files)
+            return (
+                self._start(args, {file: file for file in files})
+                if is_large and self._takes(args)
+                else spawn(path, args, files)
+            )
 
         subprocess.Popen._execute_child = execute_copy  # type: ignore[attr-defined]
         multiprocessing.util.spawnv_passfds = spawn_copy
@@ -148,7 +162,9 @@ class _Spares:
         first = _words(args)[0]
         return first in ("-c", "-m") or not first.startswith("-")
 
-    def _start(self, args: Any, files: Sequence[int], folder: Any = None, environment: Any = None) -> int:
+    def _start(
+        self, args: Any, files: dict[int, int], folder: Any = None, environment: Any = None, session: bool = False
+    ) -> int:
         child, ours = self.waiting.pop()
         variables = dict(os.environ if environment is None else environment)
         request = {
@@ -157,9 +173,10 @@ class _Spares:
             "environment": variables,
             "path": variables["PYTHONPATH"].split(os.pathsep),
             "files": list(files),
+            "session": session,
         }
         with ours:
-            socket.send_fds(ours, [json.dumps(request).encode()], files)
+            socket.send_fds(ours, [json.dumps(request).encode()], list(files.values()))
         return child
 
 

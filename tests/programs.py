@@ -124,13 +124,16 @@ class Forked:
         errors: the same for its errors; None to put them where the output goes.
         stdin: the same for its input; None for none.
         cwd: the folder to run in.
+        pass_fds: other files that it has, by the same numbers.
+        new_session: whether it begins a session of its own, without this terminal.
         environment: variables beside those of this process.
 
     """
 
     def __init__(
         self, words: Sequence[str | Path], output: int | None = None, errors: int | None = None, *,
-        stdin: int | None = None, cwd: Path | None = None, **environment: str,
+        stdin: int | None = None, cwd: Path | None = None, pass_fds: Sequence[int] = (), new_session: bool = False,
+        **environment: str,
     ) -> None:  # fmt: skip
         variables = environment_of_python() | environment
         request = {
@@ -138,6 +141,8 @@ class Forked:
             "folder": str(cwd or os.getcwd()),
             "environment": variables,
             "path": variables["PYTHONPATH"].split(os.pathsep),
+            "files": [0, 1, 2, *pass_fds],
+            "session": new_session,
         }
         self.returncode: int | None = None
         self._answers, answers = os.pipe()
@@ -148,8 +153,8 @@ class Forked:
             reads, output = os.pipe()
             passed.append(output)
             self.stdout = os.fdopen(reads)
-        streams = [stdin, output, output if errors is None else errors]
-        socket.send_fds(_fork_server()[1], [json.dumps(request).encode()], [*streams, answers])
+        files = [answers, stdin, output, output if errors is None else errors, *pass_fds]
+        socket.send_fds(_fork_server()[1], [json.dumps(request).encode()], files)
         for descriptor in passed:
             os.close(descriptor)
         self.pid = self._next_answer()

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.speed.copies import trials_are_copies
 
 from hasten_tools.demo import row
 from hasten_tools.demo.task import RowVariant, Task
 from hasten_tools.demo.text import Imdb
 from hasten_tools.demo.text_models import ModelSource, find
 from hasten_tools.speed.trial_processes import TrialError, Turn
+
+__all__ = ["trials_are_copies"]
 
 Seconds = Callable[[int], float]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.programs import Forked
+from tests.programs import Forked, started_copies
 
 from hasten.commands import main
 from hasten_tools.demo import cumulative, outcome, text, text_models
@@ -33,6 +33,7 @@ def skipping(*rows: str) -> list[str]:
     return [word for row in rows for word in ("--skip", row)]
 
 
+@pytest.mark.usefixtures("trials_are_copies")
 def test_digits_ladder_ends_with_table_chart_csv_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--task", "digits", "--epochs", "2", "--row-seconds", "0.6", "--rounds", "1"]
     options += skipping("compiled", "bf16", "data in memory", "fused AdamW", "pages kept", "packed attention")
@@ -142,7 +143,8 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
         "runpy.run_module('hasten', run_name='__main__', alter_sys=True)\n"
     )
-    process = Forked(("-c", program, "demo", "--task", "digits", "--row-seconds", "100"), stdin=slave, cwd=tmp_path)
+    words = ("-c", program, "demo", "--task", "digits", "--row-seconds", "100")
+    process = Forked(words, stdin=slave, cwd=tmp_path, **started_copies(1))
     try:
         # The line comes when that row was measured: the next is being measured.
         while "plain PyTorch loop: about" not in (line := process.stdout.readline()):

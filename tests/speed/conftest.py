@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
+from hasten_tools.speed import trial_processes
 from hasten_tools.speed.trial_processes import TrialStarter
 from tests.speed import planted
+from tests.speed.copies import Copy, trials_are_copies
+
+__all__ = ["trials_are_copies"]
 
 
 @pytest.fixture(scope="session")
 def _server() -> Iterator[Any]:
-    with TrialStarter() as started:
+    with pytest.MonkeyPatch.context() as patch, TrialStarter() as started:
+        patch.setattr(trial_processes, "_python", Copy)
         server = started._fork_server
         # A model in hand has it import all that this process has imported: of other tests, for ten seconds.
         server.preload = lambda modules: None

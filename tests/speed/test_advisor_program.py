@@ -101,6 +101,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("trials_are_copies")
 def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("trials_are_copies")
 def test_a_program_of_several_processes_is_measured_with_the_threads_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
