@@ -1,8 +1,9 @@
-"""Loaders of many kinds, and runs over them: uninterrupted, stopped, resumed. Run as a program, it resumes."""
+"""Loaders of many kinds, and runs over them: uninterrupted, stopped, resumed. As a program, it does the last two."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -314,7 +315,26 @@ def differing(
     ]
 
 
+def some(states: list[dict[str, Any]], *, persistent: bool) -> list[dict[str, Any]]:
+    """Return states of different kinds: in the middle of an epoch, before a step, at the end of an epoch."""
+    after = [state for state in states if not state["again"]]
+    first_end = next(place for place, state in enumerate(after) if state["ended"])
+    # At the end, workers that do not persist are gone: nothing of them is in the state.
+    return [after[first_end + 3], states[2], *([after[first_end]] if persistent else [])]
+
+
+def record(name: str, workers: str, limit: int | None) -> list[Any]:
+    """Return a case for ``differing``, with some of the states of a run; print if it does not equal the plain loop."""
+    seen, states = stream_run(make(name, workers), limit)
+    if seen != (plain := plain_run(make(name, workers), limit)):
+        print(f"{name}, {workers}: {seen} instead of {plain}")
+    return [name, workers, limit, seen, some(states, persistent="persistent" in workers)]
+
+
 if __name__ == "__main__":
+    if sys.argv[2:]:
+        torch.save([record(*case) for case in json.loads(sys.argv[2])], sys.argv[1])
+        sys.exit()
     for case in torch.load(sys.argv[1], weights_only=True):
         for line in differing(*case):
             print(line)
