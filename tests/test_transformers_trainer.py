@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import functools
@@ -197,16 +198,22 @@ def test_what_is_refused_says_what_to_write(given: dict[str, Any], argument: str
         TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path, **given))
 
 
-def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stepping(TransformersTrainer):
-        def training_step(self, model: nn.Module, inputs: Any) -> Any:
-            return model(**inputs)["loss"] * 2
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            raise AssertionError
+
+    class Looping(TransformersTrainer):
+        def _inner_training_loop(self) -> Any:
+            raise AssertionError
 
     def make(kind: type[TransformersTrainer] = TransformersTrainer, model: Any = None, **given: Any) -> Any:
         return kind(language_model() if model is None else model, arguments(tmp_path), **given)
 
     refusals: list[tuple[dict[str, Any], str, str]] = [
-        ({"kind": Stepping}, "", "a step of your own"),
+        ({"kind": Looping}, "", "a step of your own"),
         ({"model_init": language_model}, "model", "model_init="),
         ({"model": "bert-base-uncased"}, "model", "from_pretrained('bert-base-uncased')"),
         ({"tokenizer": object(), "processing_class": object()}, "tokenizer", "processing_class"),
@@ -219,10 +226,14 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
         with refused(TypeError, argument, fix=fix):
             make(**given)
     trainer = make(enable_model_summary=False, train_dataset=[{"input_ids": torch.ones(4, dtype=torch.int64)}])
-    with refused(AttributeError, fix="trainer.model.push_to_hub"):
-        trainer.push_to_hub
-    with refused(AttributeError, fix="for each trial"):
-        trainer.hyperparameter_search
+    with refused(TypeError, fix="predict_with_generate=True"):
+        trainer.evaluate([], max_length=3)
+    with refused(ValueError, "gradient_accumulation_steps", fix="override compute_loss"):
+        Stepping(language_model(), arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=DATA).train()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with refused(ValueError, says="FSDP", fix="strategy='fsdp'"):
+        make()
+    monkeypatch.undo()
     with refused(TypeError, "callbacks", fix="callbacks=[EarlyStopping(...)]"):
         trainer.add_callback(EarlyStopping("eval_loss"))
     with refused(TypeError, "args", fix="TrainingArguments(...)"):
@@ -457,3 +468,206 @@ def test_the_best_checkpoint_is_known_before_its_folder_is_there(tmp_path: Path)
     trainer = Later(language_model(), args, train_dataset=texts(), eval_dataset=DATA[:5], enable_model_summary=False)
     trainer.train()
     assert [trainer.state.best_model_checkpoint] == folders == [str(tmp_path / "checkpoint-6")]
+
+
+def test_a_subclass_that_computes_its_gradients_and_predictions_has_the_results_of_transformers(tmp_path: Path) -> None:
+    class Adversarial:
+        """FGM: the gradients of a second batch, with changed embeddings, are added."""
+
+        def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            table = model.get_input_embeddings().weight
+            before = table.data.clone()
+            table.data.add_(table.grad / table.grad.norm())
+            self.accelerator.backward(self.compute_loss(model, self._prepare_inputs(inputs)))
+            table.data.copy_(before)
+            return loss
+
+        def prediction_step(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, **more: Any) -> Any:
+            loss, logits, labels = super().prediction_step(model, inputs, False, **more)  # type: ignore[misc]
+            return loss * 2, logits, labels
+
+        def evaluate(
+            self: Any, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        ) -> Any:
+            # As QuestionAnsweringTrainer of the examples of transformers.
+            compute_metrics, self.compute_metrics = self.compute_metrics, None
+            loader = self.get_eval_dataloader(eval_dataset)
+            output = self.evaluation_loop(loader, "Evaluation", None, ignore_keys, metric_key_prefix)
+            self.compute_metrics = compute_metrics
+            found = {**output.metrics, "eval_accuracy": accuracy(output)["accuracy"], "eval_n": output.num_samples}
+            self.log(found)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+            return found
+
+    found: list[Any] = []
+    kinds: list[Any] = [transformers.Trainer, TransformersTrainer]
+    for kind in kinds:
+        more = {} if kind is transformers.Trainer else {"enable_model_summary": False}
+        options: dict[str, Any] = {"eval_strategy": "epoch", "save_steps": 3, "max_grad_norm": 0.5, "logging_steps": 1}
+        args = arguments(tmp_path / kind.__name__, num_train_epochs=2, learning_rate=1e-2, **options)
+        given = {"train_dataset": DATA, "eval_dataset": DATA[:9], "compute_metrics": accuracy, **more}
+        trainer = type("Mine", (Adversarial, kind), {})(language_model(), args, **given)
+        trainer.train()
+        rows = [results(row) for row in trainer.state.log_history]
+        found.append((rows, trainer.model, trainer.predict(DATA[:5]).metrics["test_loss"], trainer.model.training))
+    names = {"eval_model_preparation_time", "learning_rate"} | ({"loss"} if OLD else set())
+    for old, new in zip(found[0][0], found[1][0], strict=True):
+        expected = {name: value for name, value in old.items() if name not in names}
+        assert {name: value for name, value in new.items() if name not in names} == pytest.approx(expected, rel=1e-4)
+    for one, other in zip(found[0][1].parameters(), found[1][1].parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert found[1][2:] == pytest.approx(found[0][2:])
+    again = type(trainer)(language_model(), args, **given)
+    again.train(resume_from_checkpoint=str(tmp_path / "TransformersTrainer" / "checkpoint-9"))
+    for one, other in zip(found[1][1].parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_texts_are_generated_in_evaluations_as_seq2seq_trainer_does(tmp_path: Path) -> None:
+    def lengths(prediction: Any) -> dict[str, float]:
+        extra = float(prediction.inputs.sum() + prediction.losses.sum())
+        return {"length": float((prediction.predictions != 0).sum()), "extra": extra}
+
+    found: list[Any] = []
+    kinds: list[Any] = [transformers.Seq2SeqTrainer, TransformersTrainer]
+    for kind in kinds:
+        torch.manual_seed(1)
+        config = transformers.T5Config(
+            vocab_size=20,
+            d_model=8,
+            d_kv=4,
+            d_ff=8,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+            use_cache=True,
+        )
+        args = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path / kind.__name__), use_cpu=True, disable_tqdm=True, report_to="none", num_train_epochs=1,
+            predict_with_generate=True, generation_max_length=6, generation_num_beams=2, eval_strategy="epoch",
+            include_for_metrics=["inputs", "loss"], generation_config=transformers.GenerationConfig(
+                decoder_start_token_id=0, pad_token_id=0, eos_token_id=1
+            ),
+        )  # fmt: skip
+        more = {} if kind is not TransformersTrainer else {"enable_model_summary": False}
+        rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][:4]} for row in DATA]
+        model = transformers.T5ForConditionalGeneration(config)
+        trainer = kind(model, args, train_dataset=rows, eval_dataset=rows[:11], compute_metrics=lengths, **more)
+        trainer.train()
+        values = trainer.evaluate(max_length=7, num_beams=1)
+        prediction = trainer.predict(rows[:5], max_new_tokens=3)
+        found.append(([results(row) for row in trainer.state.log_history], results(values), prediction))
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    assert (found[1][2].predictions == found[0][2].predictions).all()
+    assert (found[1][2].label_ids == found[0][2].label_ids).all()
+    for old, new in zip(found[0][0], found[1][0], strict=True):
+        assert new.get("eval_length") == old.get("eval_length")
+
+
+class Tied(nn.Module):
+    """Reads and writes with one table, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.read, self.write, self.norm = nn.Embedding(2000, 8), nn.Linear(8, 2000, bias=False), nn.BatchNorm1d(8)
+        self.write.weight = self.read.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.write(self.norm(self.read(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Adapter(Tied):
+    """As a model of PEFT: what it adapts does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peft_config: dict[str, Any] = {}
+        self.read.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [Tied, Adapter])
+def test_a_checkpoint_has_the_weights_once_and_a_run_continues_from_it_as_if_it_had_not_stopped(
+    kind: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(**options: Any) -> TransformersTrainer:
+        args = arguments(tmp_path, num_train_epochs=1, save_steps=2, learning_rate=1e-2, **options)
+        return TransformersTrainer(kind(), args, train_dataset=DATA, eval_dataset=DATA, enable_model_summary=False)
+
+    whole = make()
+    whole.train()
+    folder = tmp_path / "checkpoint-2"
+    trained = sum(each.numel() for each in whole.model.parameters() if each.requires_grad)
+    assert (folder / "hasten.ckpt").stat().st_size < 8 * trained + 40_000  # AdamW has two numbers for each.
+    again = make()
+    again.train(resume_from_checkpoint=str(folder))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+
+    best = make(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    best.train()
+    assert best.evaluate()["eval_loss"] == pytest.approx(best.state.best_metric)
+
+    # A run that is killed while it writes a folder again leaves none with weights of two runs.
+    def killed(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    broken = make()
+    monkeypatch.setattr(broken.trainer, "save_checkpoint", killed)
+    with pytest.raises(MemoryError):
+        broken.train()
+    assert (folder / "model.safetensors").is_file()
+    assert not (folder / "hasten.ckpt").exists()
+
+
+@pytest.mark.skipif(OLD, reason="an older transformers calls other functions")
+def test_models_are_pushed_and_hyperparameters_searched_by_the_code_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.trainer_utils import HPSearchBackend
+
+    pytest.importorskip("wandb")
+
+    class Hub:
+        def create_repo(self, name: str, **_: Any) -> Any:
+            return argparse.Namespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, repo_id: str, commit_message: str, folder_path: str, **_: Any) -> Any:
+            pushed.append((repo_id, commit_message, (Path(folder_path) / "model.safetensors").is_file()))
+            return argparse.Namespace(done=lambda: True, is_done=lambda: True)
+
+    class Search:
+        default_hp_space = None
+
+        def ensure_available(self) -> None:
+            pass
+
+        def run(self, trainer: Any, n_trials: int, direction: str) -> list[float]:
+            for trial in range(n_trials):
+                trainer.train(trial={"learning_rate": 10.0 ** -(trial + 1)})
+                found.append((trainer.objective, trainer.args.learning_rate, trainer.state.trial_name))
+            return found
+
+    pushed: list[Any] = []
+    found: list[Any] = []
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    given: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA[:9], "enable_model_summary": False}
+    args = arguments(tmp_path, num_train_epochs=1, save_steps=4, push_to_hub=True, hub_model_id="name")
+    trainer = TransformersTrainer(language_model(), args, **given)
+    trainer.train()
+    trainer.push_to_hub()
+    messages = ["Training in progress, step 4", "Training in progress, step 6", "End of training"]
+    assert pushed == [("me/name", message, True) for message in messages]
+    assert (tmp_path / "README.md").is_file()
+
+    monkeypatch.setattr("wandb.run", argparse.Namespace(id="1"))
+    monkeypatch.setitem(transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.WANDB, Search)
+    args = arguments(tmp_path / "search", num_train_epochs=1, eval_strategy="epoch", save_strategy="epoch")
+    trainer = TransformersTrainer(args=args, model_init=language_model, **given)
+    options: dict[str, Any] = {"backend": "wandb", "hp_name": lambda trial: f"rate{trial['learning_rate']}"}
+    assert trainer.hyperparameter_search(n_trials=2, **options) is found
+    assert [each[1:] for each in found] == [(0.1, "rate0.1"), (0.01, "rate0.01")]
+    assert found[0][0] != found[1][0]
+    assert (tmp_path / "search" / "rate0.1" / "checkpoint-6" / "hasten.ckpt").is_file()

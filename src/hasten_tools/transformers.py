@@ -8,6 +8,7 @@ import glob
 import importlib
 import inspect
 import math
+import operator
 import os
 import shutil
 import sys
@@ -38,7 +39,7 @@ from hasten.machine.collectives import world_size
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
-    from transformers.trainer_utils import PredictionOutput, TrainOutput
+    from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
 DataSets = Samples | dict[str, Samples] | None
@@ -48,16 +49,19 @@ __all__ = ["TransformersTrainer"]
 # The fields of TrainingArguments that are read. Any other is refused if it has been changed.
 _READ = [
     "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "max_steps",
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim",
-    "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps",
-    "max_grad_norm", "bf16", "fp16", "tf32", "use_cpu", "seed", "activation_checkpointing",
-    "gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "logging_strategy",
-    "logging_steps", "disable_tqdm", "report_to", "run_name", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns", "label_names",
-    "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps", "eval_delay",
-    "eval_on_start", "logging_first_step", "logging_nan_inf_filter", "neftune_noise_alpha", "use_cache",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim", "optim_args",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "max_grad_norm", "bf16",
+    "fp16", "tf32", "use_cpu", "seed", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode", "logging_strategy", "logging_steps", "disable_tqdm", "report_to", "run_name", "eval_strategy",
+    "eval_steps", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better", "dataloader_drop_last", "dataloader_num_workers",
+    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns",
+    "label_names", "train_sampling_strategy", "data_seed", "label_smoothing_factor", "eval_accumulation_steps",
+    "eval_delay", "eval_on_start", "logging_first_step", "logging_nan_inf_filter", "neftune_noise_alpha", "use_cache",
+    "prediction_loss_only", "include_for_metrics", "eval_do_concat_batches", "predict_with_generate",
+    "generation_max_length", "generation_num_beams", "generation_config", "push_to_hub", "hub_model_id", "hub_strategy",
+    "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
     # transformers.Trainer does not read these either: scripts do.
     "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "overwrite_output_dir",
     # transformers 4 has these, too. It copies the last three to the fields that took their place.
@@ -68,23 +72,20 @@ _INSTEAD = {
     "deepspeed": "give TransformersTrainer(..., strategy=hasten.strategies.DeepSpeedStrategy(config=...))",
     "fsdp": "give TransformersTrainer(..., strategy='fsdp')",
     "full_determinism": "give TransformersTrainer(..., deterministic=True)",
-    "prediction_loss_only": "leave out compute_metrics",
-    "predict_with_generate": "call trainer.model.generate(...) in a loop of your own",
-    "push_to_hub": "write trainer.model.push_to_hub(name) at the end",
 }
 # What programs call, and what they pass, with transformers.Trainer.
 _OTHERS = {
-    "hyperparameter_search": "Make a TransformersTrainer for each trial, and compare trainer.evaluate().",
-    "push_to_hub": "Write trainer.model.push_to_hub(name).",
     "tokenizer": "Write processing_class.",
 }
-# Methods of transformers.Trainer that read only what TransformersTrainer has, too.
+# Methods of the Trainers of transformers that read only what TransformersTrainer has, too.
 _BORROWED = (
-    "_determine_best_metric", "_get_train_sampler", "call_model_init", "create_optimizer",
-    "create_optimizer_and_scheduler", "create_scheduler", "floating_point_ops", "get_decay_parameter_names",
-    "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "is_local_process_zero",
-    "is_world_process_zero", "log_metrics", "metrics_format", "num_examples", "pop_callback", "remove_callback",
-    "save_metrics", "save_state",
+    "_determine_best_metric", "_finish_current_push", "_get_output_dir", "_get_train_sampler", "_hp_search_setup",
+    "_pad_tensors_to_max_len", "_push_from_checkpoint", "_report_to_hp_search", "call_model_init", "create_model_card",
+    "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "floating_point_ops",
+    "get_decay_parameter_names", "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_cls_and_kwargs",
+    "hyperparameter_search", "init_hf_repo", "is_local_process_zero", "is_world_process_zero", "load_generation_config",
+    "log_metrics", "metrics_format", "num_examples", "pop_callback", "push_to_hub", "remove_callback", "save_metrics",
+    "save_state",
 )  # fmt: skip
 _OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
 # What a folder of a checkpoint has beside the files of save_model.
@@ -142,6 +143,9 @@ class TransformersTrainer:
 
     """
 
+    label_names: list[str]
+    can_return_loss: bool
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -164,6 +168,7 @@ class TransformersTrainer:
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
         from transformers.trainer_pt_utils import LabelSmoother
+        from transformers.trainer_utils import TrainerMemoryTracker
 
         _check_overrides(type(self))
         owner = "TransformersTrainer"
@@ -176,6 +181,8 @@ class TransformersTrainer:
         self.model_init = model_init
         model = model if model_init is None else self.call_model_init()
         _check_model(model, args)
+        if (generation := vars(args).get("generation_config")) is not None:
+            cast(Any, model).generation_config = cast(Any, self).load_generation_config(generation)
         processing_class = processing_class or arguments.pop("tokenizer", None)  # its name in transformers 4
         _check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), args)
         self.model: nn.Module = cast(nn.Module, model)
@@ -188,7 +195,8 @@ class TransformersTrainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs, self._created_lr_scheduler = optimizer_cls_and_kwargs, False
         self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.state, self.control, self.hub_model_id = TrainerState(), TrainerControl(), None
+        self._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
         self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, *optimizers)
         self.events: _Events = _Events(self)
         callbacks = [*(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]
@@ -199,21 +207,36 @@ class TransformersTrainer:
         joined = dist.is_initialized()
         self._limit = arguments.pop("limit_val_batches", None)
         self._given = lambda: {"devices": "auto" if joined else 1, **self._arguments(others), **arguments}
-        self.module, self.is_in_train = _Module(self), False
+        self._steps_itself = type(self).training_step is not TransformersTrainer.training_step
+        self._make_module, self.is_in_train = _StepOfProgram if self._steps_itself else _Module, False
+        self.module = self._make_module(self)
         self.trainer = self._make_trainer()
         if self.trainer.num_devices > 1 and not joined:
             what = f"TransformersTrainer(devices={arguments['devices']!r}) starts processes after TrainingArguments."
             fix = f"Leave it out, and write hasten launch --procs {self.trainer.num_devices} train.py."
             raise make_error(ValueError, what, fix=fix, argument="devices")
+        if args.push_to_hub:
+            cast(Any, self).init_hf_repo()
         self.events.call("on_init_end")
 
+    # What the search of hyperparameters of transformers reads.
+    hp_search_backend = hp_name = _trial = None
+    is_deepspeed_enabled = is_fsdp_xla_v2_enabled = False
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Do nothing: ``train`` makes a ``hasten.Trainer`` for the arguments of each trial."""
+
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *, ignore_keys_for_eval: list[str] | None = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, and return the number of steps, the mean of their losses, and times.
 
         Args:
             resume_from_checkpoint: a checkpoint of hasten to continue from; True for the newest in ``output_dir``.
+            trial: what ``hyperparameter_search`` gives.
             ignore_keys_for_eval: the outputs that ``compute_metrics`` does not get.
 
         """
@@ -223,20 +246,29 @@ class TransformersTrainer:
         args, events = self.args, self.events
         if self.model_init is not None:
             seed_everything(args.seed, verbose=False)
-            self.model, self.optimizer, self.lr_scheduler = self.call_model_init(), None, None
-            self.module = _Module(self)
+            self.model, self.optimizer, self.lr_scheduler = cast(Any, self).call_model_init(trial), None, None
+            self.module = self._make_module(self)
+        self.model_wrapped = self.model
+        cast(Any, self)._hp_search_setup(trial)
         if self.trainer.global_step or _values(args) != self._made_for:
             # Programs change arguments before they train.
             _check(args)
             self.trainer = self._make_trainer()
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._check_step()
         self.state, trainer, began = TrainerState(), self.trainer, time.time()
         start = self._checkpoint_of(resume_from_checkpoint)
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         align = getattr(importlib.import_module("transformers.trainer_utils"), "align_special_tokens", None)
         if align is not None and hasattr(self.model, "config") and hasattr(tokenizer, "pad_token_id"):
             align(self.model, self.processing_class)
+        if args.gradient_checkpointing:
+            kind = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+            options = dict(getattr(args, f"{kind}_checkpointing_kwargs") or {})
+            more = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+            enable = getattr(self.model, f"{kind}_checkpointing_enable")
+            enable(**{f"{kind}_checkpointing_kwargs": options or None}, **more)
         self.model.train()
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
         noise: Any = nullcontext()
@@ -254,40 +286,143 @@ class TransformersTrainer:
         self.log(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             saved = files.load(os.path.join(state.best_model_checkpoint, _STATE))
+            self.module.folder = state.best_model_checkpoint
+            self.module.on_load_checkpoint(saved)
             self.module.load_state_dict(saved["state_dict"])
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             self._remove_old([state.best_model_checkpoint])
         events.call("on_train_end")
+        cast(Any, self)._finish_current_push()
         self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
 
     def evaluate(
-        self, eval_dataset: DataSets = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: DataSets | str = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
     ) -> dict[str, Any]:
-        """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
-        values: dict[str, Any] = {}
-        given: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        for name, data in given.items() if isinstance(given, dict) else [("", given)]:
-            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            found = self._evaluated(self.get_eval_dataloader(data), prefix, ignore_keys)
-            self.log(found)
-            self.events.call("on_evaluate", metrics=found)
-            values |= found
-        return values
+        """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``.
+
+        Further arguments, such as ``max_length=20``, are those of ``generate``, for ``predict_with_generate=True``.
+        """
+        self._take_generation(generation)
+        return cast("dict[str, Any]", self._call("evaluate", eval_dataset, ignore_keys, metric_key_prefix))
 
     def predict(
-        self, test_dataset: Samples, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Samples,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
     ) -> PredictionOutput:
         """Return the predictions of a data set as arrays, its labels, and its metrics under names such as test_loss."""
-        from transformers.trainer_utils import PredictionOutput
-
         if world_size() > 1:
             what = "TransformersTrainer.predict(): each process has a part of the data."
             raise make_error(RuntimeError, what, fix="Start another program in one process for it.")
-        self.module.predicts = True
-        values = self._evaluated(self.get_test_dataloader(test_dataset), metric_key_prefix, ignore_keys)
-        self.events.call("on_predict", metrics=values)
-        return PredictionOutput(*self.module.found, values)
+        self._take_generation(generation)
+        return cast("PredictionOutput", self._call("predict", test_dataset, ignore_keys, metric_key_prefix))
+
+    def _call(self, name: str, *given: Any) -> Any:
+        """Call a method of ``transformers.Trainer`` that this class has, too."""
+        return vars(importlib.import_module("transformers").Trainer)[name](self, *given)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the predictions, the labels, the metrics and the number of samples of a loader.
+
+        A subclass can override this, and ``prediction_step``, which it calls with each batch.
+        """
+        module, trainer = self.module, self.trainer
+        module.prefix, module.ignored, self.callback_handler.eval_dataloader = (
+            metric_key_prefix,
+            ignore_keys,
+            dataloader,
+        )
+        module.loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if self.events.fits:
+            source = trainer.current_run.data.validation
+            source.reload()
+            source.given = dataloader
+            self.events.limit_validation(self._limit)
+            try:
+                evaluate_within(trainer.current_run, source)
+            finally:
+                if self.args.eval_strategy != "steps" or trainer.should_stop:
+                    self.events.limit_validation(0)
+        else:
+            trainer.test(module, dataloader, verbose=False)
+            self.model.eval()
+        return module.result(dataloader)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **generation: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss, the logits or what is generated, and the labels of a batch; a subclass can override it."""
+        given = model, inputs, prediction_loss_only, ignore_keys
+        if not vars(self.args).get("predict_with_generate") or prediction_loss_only:
+            return cast("tuple[Any, Any, Any]", self._call("prediction_step", *given))
+        from transformers import Seq2SeqTrainer
+
+        return cast("tuple[Any, Any, Any]", cast(Any, Seq2SeqTrainer).prediction_step(self, *given, **generation))
+
+    def _take_generation(self, given: dict[str, Any]) -> None:
+        """Keep the arguments of ``generate`` where ``prediction_step`` looks for them."""
+        args = vars(self.args)
+        if given and not args.get("predict_with_generate"):
+            what = f"TransformersTrainer.evaluate() and predict() got an unexpected argument {next(iter(given))!r}."
+            raise make_error(TypeError, what, fix="It needs Seq2SeqTrainingArguments(predict_with_generate=True).")
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given.keys() & {"max_length", "max_new_tokens"} and args.get("generation_max_length") is not None:
+            given["max_length"] = args["generation_max_length"]
+        if args.get("generation_num_beams") is not None:
+            given.setdefault("num_beams", args["generation_num_beams"])
+        self._gen_kwargs = given
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch that is on its device already; a subclass can override this."""
+        return inputs
+
+    # What prediction_step of transformers calls.
+    compute_loss_context_manager = staticmethod(nullcontext)
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return nullcontext, inputs
+
+    def _get_num_items_in_batch(self, batches: list[Any], device: object = None) -> Tensor | None:
+        return self.module._targets(batches[0])
+
+    @functools.cached_property
+    def accelerator(self) -> Any:
+        """The ``Accelerator`` that methods of subclasses ask for the model and the processes; it prepares nothing."""
+        made = importlib.import_module("accelerate").Accelerator()
+        made.backward = lambda loss, **_: self.trainer.manual_backward(loss)
+        return made
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        """Compute the gradients of a batch, and return its loss.
+
+        Only a subclass that overrides this calls it. Its gradients are clipped, and the optimizer steps, as without it.
+        """
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
 
     def compute_loss(
         self,
@@ -313,7 +448,7 @@ class TransformersTrainer:
             loss = outputs["loss" if isinstance(outputs, Mapping) else 0]
         else:
             what = f"{type(model).__name__} returned no loss, but {', '.join(outputs)}, for {', '.join(inputs)}."
-            names = " and ".join(self.module.label_names) or "labels"
+            names = " and ".join(self.label_names) or "labels"
             fix = f"Samples need {names}, and the model a head that makes a loss of them."
             raise make_error(ValueError, what, fix=fix, argument="train_dataset")
         return (loss, outputs) if return_outputs else loss
@@ -349,11 +484,12 @@ class TransformersTrainer:
             raise _missing("train()", "train_dataset")
         return self._loader(self.train_dataset, training=True)
 
-    def get_eval_dataloader(self, eval_dataset: Samples | None = None) -> DataLoader[Any]:
-        """Return a loader of ``eval_dataset``, or of another data set."""
+    def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[Any]:
+        """Return a loader of ``eval_dataset``, of one in it by its name, or of another data set."""
         if eval_dataset is None and self.eval_dataset is None:
             raise _missing("evaluate()", "eval_dataset")
-        return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
+        given = cast(Any, self.eval_dataset)[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        return self._loader(self.eval_dataset if given is None else given)
 
     get_test_dataloader = get_eval_dataloader
 
@@ -363,13 +499,18 @@ class TransformersTrainer:
             what = "TransformersTrainer.save_model(): each process has a part of the weights."
             fix = "Call hasten.module.pretrained.save_pretrained(trainer.model, folder) on all of them."
             raise make_error(RuntimeError, what, fix=fix)
-        if not self.trainer.is_global_zero:
-            return
+        if self.trainer.is_global_zero:
+            self._save(output_dir)
+            if self.args.push_to_hub and not _internal_call:
+                cast(Any, self).push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = output_dir or self.args.output_dir
         os.makedirs(folder, exist_ok=True)
         for part in (self.model, self.processing_class or getattr(self.data_collator, "tokenizer", None)):
             if hasattr(part, "save_pretrained"):
-                cast(Any, part).save_pretrained(folder)
+                given = {} if state_dict is None or part is not self.model else {"state_dict": state_dict}
+                cast(Any, part).save_pretrained(folder, **given)
             elif isinstance(part, nn.Module):
                 from safetensors.torch import save_model
 
@@ -380,19 +521,36 @@ class TransformersTrainer:
         what = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise make_error(AttributeError, what, fix=_OTHERS.get(name, ""))
 
-    def _save_checkpoint(self) -> None:
+    def _check_step(self) -> None:
+        """Refuse what a step of the program would ignore."""
+        args, what = self.args, f"{type(self).__name__}.training_step() computes the gradients itself"
+        if self._steps_itself and args.gradient_accumulation_steps > 1:
+            fix = "Leave it out, or override compute_loss instead."
+            what = f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}): {what}."
+            raise make_error(ValueError, what, fix=fix, argument="gradient_accumulation_steps")
+        if self._steps_itself and world_size() > 1:
+            raise make_error(RuntimeError, f"{what}, in one process.", fix="Override compute_loss instead.")
+
+    def _save_checkpoint(self, model: nn.Module, trial: object = None) -> None:
         """Write a folder that ``from_pretrained`` reads, and that a run can be resumed from; remove older ones."""
         args, state, trainer = self.args, self.state, self.trainer
-        name = os.path.join(args.output_dir, "checkpoint-{}").format
+        name = os.path.join(cast(Any, self)._get_output_dir(trial), "checkpoint-{}").format
         folder = name(state.global_step)
         if not _is_sharded(self.model):
+            if trainer.is_global_zero:
+                # Of an earlier run: it would be a checkpoint with weights of this one.
+                Path(folder, _STATE).unlink(missing_ok=True)
             self.save_model(folder, _internal_call=True)
         # The folder of this step may still be missing: the first process makes it.
         if (best := name(state.best_global_step)) == folder or os.path.exists(best):
             state.best_model_checkpoint = best
+        self.module.folder = folder
         trainer.save_checkpoint(os.path.join(folder, _STATE), weights_only=args.save_only_model)
+        self.module.folder = ""
         if trainer.is_global_zero:
             state.save_to_json(os.path.join(folder, "trainer_state.json"))
+            if args.push_to_hub:
+                cast(Any, self)._push_from_checkpoint(folder)
             if (args.save_total_limit or 0) > 0:
                 kept = {folder, state.best_model_checkpoint or folder}
                 others = [path for path in self._folders() if path not in kept]
@@ -400,7 +558,8 @@ class TransformersTrainer:
 
     def _folders(self) -> list[str]:
         """Return the folders of checkpoints, the oldest first."""
-        found = glob.glob(os.path.join(glob.escape(self.args.output_dir), "checkpoint-*", _STATE))
+        folder = glob.escape(cast(Any, self)._get_output_dir(self._trial))
+        found = glob.glob(os.path.join(folder, "checkpoint-*", _STATE))
         return [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime)]
 
     def _remove_old(self, kept: list[str]) -> None:
@@ -419,7 +578,9 @@ class TransformersTrainer:
             what = f"train(resume_from_checkpoint={given!r}): {none if folder.is_dir() else files.not_found(folder)}"
             fix = "Leave it out. Of a checkpoint of transformers, from_pretrained reads the model."
             raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
-        return str(max(found, key=os.path.getmtime))
+        start = max(found, key=os.path.getmtime)
+        self.module.folder = str(start.parent)
+        return str(start)
 
     def _max_steps(self) -> Any:
         """Return the number of steps of the fit that runs, infinite if it is not known."""
@@ -435,26 +596,6 @@ class TransformersTrainer:
         is_greedy = type(self.lr_scheduler).__name__ == "GreedyLR"
         return is_greedy or isinstance(self.lr_scheduler, ReduceLROnPlateau)
 
-    def _evaluated(self, loader: DataLoader[Any], prefix: str, ignored: list[str] | None) -> dict[str, Any]:
-        module, trainer, began = self.module, self.trainer, time.time()
-        module.prefix, module.ignored, self.callback_handler.eval_dataloader = prefix, ignored, loader
-        try:
-            if self.events.fits:
-                source = trainer.current_run.data.validation
-                source.reload()
-                source.given = loader
-                self.events.limit_validation(self._limit)
-                try:
-                    evaluate_within(trainer.current_run, source)
-                finally:
-                    if self.args.eval_strategy != "steps" or trainer.should_stop:
-                        self.events.limit_validation(0)
-            else:
-                trainer.test(module, loader, verbose=False)
-        finally:
-            module.predicts = False
-        return module.results(began, loader)
-
     def _make_trainer(self) -> Trainer:
         self._made_for = _values(self.args)
         return Trainer(**self._given())
@@ -462,6 +603,9 @@ class TransformersTrainer:
     def _arguments(self, callbacks: list[Callback]) -> dict[str, Any]:
         """Return the arguments of ``hasten.Trainer``."""
         args, stopped = self.args, []
+        # accelerate launch may say it, too.
+        mixed = vars(args).get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else mixed
         if args.save_strategy != "no":
             # It saves runs that are stopped from outside; events has the others saved.
             stopped = [ModelCheckpoint(args.output_dir, save_top_k=0, every_n_epochs=0)]
@@ -473,11 +617,10 @@ class TransformersTrainer:
             "max_steps": args.max_steps if args.max_steps > 0 else -1,
             "accumulate_grad_batches": args.gradient_accumulation_steps,
             # An infinite limit clips nothing; it has the norm computed, which is logged.
-            "gradient_clip_val": args.max_grad_norm or math.inf,
-            "precision": "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else None,
+            "gradient_clip_val": None if self._steps_itself else args.max_grad_norm or math.inf,
+            "precision": {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed, mixed),
             "matmul_precision": {True: "high", False: "highest", None: None}[args.tf32],
             "accelerator": "cpu" if args.use_cpu else "auto",
-            "memory": "full" if args.gradient_checkpointing else None,
             "log_every_n_steps": math.ceil(args.logging_steps) if args.logging_strategy == "steps" else 0,
             "logger": [CSVLogger(args.output_dir, name="logs"), *loggers],
             "enable_progress_bar": not args.disable_tqdm,
@@ -519,7 +662,9 @@ class TransformersTrainer:
 def _borrowed(name: str) -> Any:
     # A module of Python is imported once; transformers takes seconds.
     trainer = functools.partial(importlib.import_module, "transformers")
-    return lambda self, *args, **given: vars(trainer().Trainer)[name].__get__(self)(*args, **given)
+    return lambda self, *args, **given: inspect.getattr_static(trainer().Seq2SeqTrainer, name).__get__(self)(
+        *args, **given
+    )
 
 
 for _name in _BORROWED:
@@ -536,6 +681,10 @@ class _Events(Callback):
     def call(self, event: str, **given: Any) -> None:
         owner = self.owner
         owner.control = getattr(owner.callback_handler, event)(owner.args, owner.state, owner.control, **given)
+        self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        owner = self.owner
         if self.fits and owner.control.should_training_stop and owner.state.global_step < self.planned:
             owner.trainer.should_stop = True
             self.limit_validation(0)
@@ -568,7 +717,12 @@ class _Events(Callback):
         self.batches = each if math.isfinite(each) else state.max_steps * args.gradient_accumulation_steps
         steps = math.ceil(self.batches / args.gradient_accumulation_steps)
         state.num_train_epochs = math.ceil(state.max_steps / steps) if math.isfinite(each) else sys.maxsize
-        state.train_batch_size = args.train_batch_size
+        state.train_batch_size, trial = args.train_batch_size, cast(Any, owner)._trial
+        if trial is not None:
+            from transformers.integrations import hp_params
+
+            state.is_hyper_param_search, state.trial_params = True, hp_params(trial)
+            state.trial_name = owner.hp_name(trial) if owner.hp_name is not None else None
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_global_zero, trainer.local_rank == 0
         handler.model, handler.optimizer, handler.lr_scheduler = owner.model, owner.optimizer, owner.lr_scheduler
         handler.train_dataloader = trainer.train_dataloader
@@ -587,6 +741,7 @@ class _Events(Callback):
         self.call("on_train_begin")
         if args.eval_on_start:
             owner.evaluate(ignore_keys=self.ignored)
+            self.stop_if_asked()
         progress = trainer.current_run.progress
         if progress.mid_epoch and not progress.last_batch:
             self.on_train_epoch_start(trainer, pl_module)
@@ -635,13 +790,15 @@ class _Events(Callback):
             owner.log({"loss": loss / steps, **norms, "learning_rate": self.rate})
         if owner.control.should_evaluate:
             values = owner.evaluate(ignore_keys=self.ignored)
+            self.stop_if_asked()
+            cast(Any, owner)._report_to_hp_search(owner._trial, state.global_step, values)
             is_best = owner._determine_best_metric(values, None)
             if owner.waits_for_metric():
                 owner.lr_scheduler.step(values[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"])
             if args.save_strategy == "best":
                 owner.control.should_save = is_best
         if owner.control.should_save:
-            owner._save_checkpoint()
+            owner._save_checkpoint(owner.model, owner._trial)
             self.call("on_save")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -657,7 +814,7 @@ class _Module(LightningModule):
     def __init__(self, owner: TransformersTrainer) -> None:
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        from transformers.utils import find_labels
+        from transformers.utils import can_return_loss, find_labels
 
         super().__init__()
         # A reference that a copy of the module shares.
@@ -666,8 +823,9 @@ class _Module(LightningModule):
             config.use_cache = self.args.use_cache
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         parameters = inspect.signature(inner.forward).parameters
-        self.label_names: list[str] = self.args.label_names or find_labels(type(inner))
-        self.columns = [*parameters, "label", "label_ids", *self.label_names]
+        names = self.args.label_names
+        owner.label_names, owner.can_return_loss = names or find_labels(type(inner)), can_return_loss(type(inner))
+        self.columns = [*parameters, "label", "label_ids", *owner.label_names]
         takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         # Whether the loss is a mean over targets, so that batches of one step count by their targets.
         self.takes_count = getattr(inner, "accepts_loss_kwargs", takes_more)
@@ -677,25 +835,55 @@ class _Module(LightningModule):
         shifts = LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is ForCausalLMLoss
         decodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
         self.shifts_labels = shifts and not decodes
-        self.prefix, self.predicts, self.ignored = "eval", False, cast("list[str] | None", None)
-        self.found: tuple[Any, Any] = (None, None)
+        self.prefix, self.loss_only, self.ignored = "eval", False, cast("list[str] | None", None)
         # Of the batches of a step: the losses, and the number of inputs.
         self.losses: list[tuple[Tensor, Any]] = []
         self.inputs = 0
+        self.folder = ""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out the weights that the files of ``save_model`` have, and those that an adapter does not change."""
+        if not self.folder or not self.trainer.is_global_zero:
+            return
+        weights, named = checkpoint["state_dict"], {}
+        for path in Path(self.folder).glob("*.safetensors"):
+            with _opened(path) as saved, path.open("rb") as file:
+                os.fsync(file.fileno())
+                for name in sorted(saved.keys()):
+                    mine, there = weights.get(f"model.{name}"), saved.get_tensor(name)
+                    if isinstance(mine, Tensor) and mine.dtype == there.dtype and torch.equal(mine.cpu(), there):
+                        named[mine.data_ptr(), mine.shape] = path.name, name
+        all_of = self.model.named_parameters(remove_duplicate=False) if hasattr(self.model, "peft_config") else ()
+        frozen = {f"model.{name}" for name, each in all_of if not each.requires_grad}
+        found = {key: named.get((value.data_ptr(), value.shape)) for key, value in weights.items() if key not in frozen}
+        checkpoint["elsewhere"] = dict.fromkeys(frozen) | {key: place for key, place in found.items() if place}
+        for key in checkpoint["elsewhere"]:
+            weights.pop(key, None)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights, places = checkpoint["state_dict"], checkpoint.get("elsewhere", {})
+        mine = self.state_dict() if None in places.values() else {}
+        opened = {file: _opened(Path(self.folder, file)) for file, _ in filter(None, places.values())}
+        for key, place in places.items():
+            weights[key] = mine[key] if place is None else opened[place[0]].get_tensor(place[1])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if cast(Any, self.owner()).control.should_epoch_stop else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        strategy, count = self.args.logging_strategy, self._targets(batch)
-        inputs = batch.get(getattr(self.model, "main_input_name", "input_ids"))
-        self.inputs += 0 if inputs is None else inputs.numel()
-        loss = cast(Any, self.owner()).compute_loss(self.model, batch, num_items_in_batch=count)
+        count, owner = self._targets(batch), cast(Any, self.owner())
+        with owner.compute_loss_context_manager():
+            loss = owner.compute_loss(self.model, owner._prepare_inputs(batch), num_items_in_batch=count)
         is_alone = self.args.gradient_accumulation_steps == 1 and not dist.is_initialized()
-        self.losses.append((loss.detach(), 1 if count is None or is_alone else count))
+        self._note(batch, loss, 1 if count is None or is_alone else count)
+        return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
+
+    def _note(self, batch: Any, loss: Tensor, count: Any) -> None:
+        inputs, strategy = batch.get(getattr(self.model, "main_input_name", "input_ids")), self.args.logging_strategy
+        self.inputs += 0 if inputs is None else inputs.numel()
+        self.losses.append((loss.detach(), count))
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
-        return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
 
     def _targets(self, batch: Any) -> Tensor | None:
         if not self.counts_targets or not isinstance(labels := batch.get("labels"), Tensor):
@@ -705,75 +893,64 @@ class _Module(LightningModule):
     def on_validation_epoch_start(self) -> None:
         from transformers.trainer_pt_utils import EvalLoopContainer
 
-        self.kept = EvalLoopContainer(), EvalLoopContainer()
+        # Predictions, labels, inputs and losses.
+        self.kept = [EvalLoopContainer(self.args.eval_do_concat_batches) for _ in range(4)]
         self.values: dict[str, Any] = {}
+        self.samples = 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx)
-        cast(Any, self.owner()).events.call("on_prediction_step")
+        from transformers.trainer_pt_utils import find_batch_size
 
-    def _evaluate(self, batch: Any, batch_idx: int) -> None:
-        owner = cast(Any, self.owner())
-        given = tuple(batch[name] for name in self.label_names if batch.get(name) is not None)
-        labels = None if len(given) < len(self.label_names) or not given else given[0] if len(given) == 1 else given
-        if labels is not None:
-            count = self._targets(batch)
-            loss, outputs = owner.compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=count)
-        else:
-            outputs = self.model(**batch)
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        owner, args, size = cast(Any, self.owner()), self.args, find_batch_size(batch) or 1
+        self.samples += size
+        inputs = batch.get(getattr(self.model, "main_input_name", "input_ids"))
+        loss, logits, labels = owner.prediction_step(self.model, batch, self.loss_only, ignore_keys=self.ignored)
+        if "predict_with_generate" in vars(args):
+            size = args.eval_batch_size  # Seq2SeqTrainer counts each batch as a full one.
         if loss is not None:
-            self.log(f"{self.prefix}_loss", loss, sync_dist=True)
-        if owner.compute_metrics is None and not self.predicts:
-            return
-        logits = self._logits(outputs, has_loss=loss is not None)
-        if owner.preprocess_logits_for_metrics is not None:
+            self.log(f"{self.prefix}_loss", loss, sync_dist=True, batch_size=size)
+        if logits is not None and owner.preprocess_logits_for_metrics is not None:
             logits = owner.preprocess_logits_for_metrics(logits, labels)
-        often = self.args.eval_accumulation_steps
-        for container, value in zip(self.kept, (logits, labels), strict=True):
-            container.add(value)
-            if often and (batch_idx + 1) % often == 0:
+        losses = None if loss is None or "loss" not in args.include_for_metrics else loss.repeat(size)
+        inputs = inputs if "inputs" in args.include_for_metrics else None
+        for container, value in zip(self.kept, (logits, labels, inputs, losses), strict=True):
+            if value is not None:
+                container.add(value)
+            if args.eval_accumulation_steps and (batch_idx + 1) % args.eval_accumulation_steps == 0:
                 container.to_cpu_and_numpy()
-
-    def _logits(self, outputs: Any, *, has_loss: bool) -> Any:
-        if isinstance(outputs, Mapping):
-            ignored, config = self.ignored, getattr(self.model, "config", None)
-            if ignored is None:
-                ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-            logits = tuple(value for name, value in outputs.items() if name not in {"loss", *ignored})
-        else:
-            logits = outputs[1:] if has_loss else outputs
-        return logits[0] if len(logits) == 1 else logits
+        owner.events.call("on_prediction_step")
 
     def on_validation_epoch_end(self) -> None:
         from transformers import EvalPrediction
         from transformers.trainer_pt_utils import nested_concat
         from transformers.trainer_utils import denumpify_detensorize
 
+        join: Any = nested_concat if self.args.eval_do_concat_batches else operator.add
         compute_metrics, prefix = cast(Any, self.owner()).compute_metrics, self.prefix
-        if compute_metrics is None and not self.predicts:
-            return
         of_all = self.trainer.strategy.gather_objects([each.get_arrays() for each in self.kept])
-        parts = zip(*(each for each in of_all if each[0] is not None), strict=True)
-        self.found = predictions, labels = tuple(functools.reduce(nested_concat, part) for part in parts)
-        if compute_metrics is None or labels is None:
+        parts = [[each for each in part if each is not None] for part in zip(*of_all, strict=True)]
+        self.found: list[Any] = [functools.reduce(join, part) if part else None for part in parts]
+        predictions, labels, inputs, losses = self.found
+        if compute_metrics is None or predictions is None or labels is None:
             return
-        values = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+        values = compute_metrics(EvalPrediction(predictions, labels, inputs=inputs, losses=losses))
         for name, value in denumpify_detensorize(values).items():
             whole = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
             self.values[whole] = value
             if isinstance(value, int | float):
                 self.log(whole, float(value), sync_dist=True)
 
-    def results(self, began: float, loader: Any) -> dict[str, Any]:
-        """Return the values of a data set, and the times of its evaluation."""
-        from transformers.trainer_utils import speed_metrics
+    def result(self, loader: Any) -> EvalLoopOutput:
+        """Return what the evaluation of a loader has found."""
+        from transformers.trainer_utils import EvalLoopOutput
 
-        prefix, loss = self.prefix, self.trainer.callback_metrics.get(f"{self.prefix}_loss")
-        count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-        steps = None if count is None else math.ceil(count / self.args.eval_batch_size)
-        times = speed_metrics(prefix, began, num_samples=count, num_steps=steps)
-        return {**({} if loss is None else {f"{prefix}_loss": float(loss)}), **self.values, **times}
+        loss, data = (
+            self.trainer.callback_metrics.get(f"{self.prefix}_loss"),
+            cast(Any, getattr(loader, "dataset", None)),
+        )
+        values = {**({} if loss is None else {f"{self.prefix}_loss": float(loss)}), **self.values}
+        count = len(data) if hasattr(data, "__len__") else self.samples
+        return EvalLoopOutput(*self.found[:2], values, count)
 
     # ``evaluate`` does what a validation does, also where a fit has none.
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
@@ -793,10 +970,34 @@ class _Module(LightningModule):
         return [owner.optimizer], schedules
 
 
+class _StepOfProgram(_Module):
+    """The step of a subclass that overrides ``training_step``: it computes gradients, and this does the rest."""
+
+    def __init__(self, owner: TransformersTrainer) -> None:
+        super().__init__(owner)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        owner, given, run = cast(Any, self.owner()), dict(batch), self.trainer.current_run
+        self._note(given, owner.training_step(self.model, batch, self._targets(batch)), 1)
+        engine = run.runtime.engine
+        if engine.unscale is not None:
+            engine.unscale(owner.optimizer)
+        run.window.gradient_norm = engine.clip_norm(self.parameters(), self.args.max_grad_norm or math.inf)
+        cast(Any, self.optimizers()).step()
+        if not owner.waits_for_metric():
+            owner.lr_scheduler.step()
+        self.model.zero_grad()
+
+
 def _add_noise(alpha: float, embeddings: nn.Module, _: object, output: Tensor) -> Tensor | None:
     """Add the noise of NEFTune (https://huggingface.co/papers/2310.05914) to embeddings that train."""
     size = float(alpha / torch.tensor(output.size(1) * output.size(2)).sqrt())
     return output + torch.zeros_like(output).uniform_(-size, size) if embeddings.training else None
+
+
+def _opened(path: Path) -> Any:
+    return importlib.import_module("safetensors").safe_open(path, "pt")
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -866,11 +1067,13 @@ def _check(args: TrainingArguments) -> None:
     """Refuse the first field whose value would be ignored."""
     plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     for name, value in _values(args).items():
-        if name.endswith("checkpointing_kwargs") and isinstance(value, dict) and value.keys() <= {"use_reentrant"}:
-            continue  # Both ways to recompute have the same result.
         if name not in _READ and value != getattr(plain, name):
             instead = f", and {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise _refused(name, value, f"Leave it out{instead}.")
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            what = f"accelerate was told to use {name}, and TransformersTrainer does not read this."
+            raise make_error(ValueError, what, fix=_INSTEAD.get(name.lower(), "Leave it out."))
     if (strategy := vars(args).get("train_sampling_strategy")) == "batch_rebalance":
         raise _refused("train_sampling_strategy", strategy, "Use another.")
     unknown = [name for name in args.report_to if name not in _LOGGERS]
