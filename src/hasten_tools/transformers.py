@@ -61,9 +61,12 @@ _READ = [
     "eval_delay", "eval_on_start", "logging_first_step", "logging_nan_inf_filter", "neftune_noise_alpha", "use_cache",
     "prediction_loss_only", "include_for_metrics", "eval_do_concat_batches", "predict_with_generate",
     "generation_max_length", "generation_num_beams", "generation_config", "push_to_hub", "hub_model_id", "hub_strategy",
-    "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
-    # transformers.Trainer does not read these either: scripts do.
-    "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "overwrite_output_dir",
+    "hub_token", "hub_private_repo", "hub_always_push", "hub_revision", "log_level", "log_level_replica",
+    "log_on_each_node", "dataloader_in_order", "dataloader_multiprocessing_context", "project", "trackio_space_id",
+    "trackio_bucket_id", "trackio_static_space_id", "ddp_find_unused_parameters",
+    # transformers.Trainer does not read these either: scripts do, and TrainingArguments the last two.
+    "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "overwrite_output_dir", "ddp_backend",
+    "ddp_timeout",
     # transformers 4 has these, too. It copies the last three to the fields that took their place.
     "group_by_length", "length_column_name", "logging_dir", "adafactor", "evaluation_strategy", "no_cuda",
 ]  # fmt: skip
@@ -71,6 +74,7 @@ _INSTEAD = {
     "auto_find_batch_size": "give TransformersTrainer(..., batch_size='auto')",
     "deepspeed": "give TransformersTrainer(..., strategy=hasten.strategies.DeepSpeedStrategy(config=...))",
     "fsdp": "give TransformersTrainer(..., strategy='fsdp')",
+    "enable_jit_checkpoint": "hasten saves a run that is told to stop without it",
     "full_determinism": "give TransformersTrainer(..., deterministic=True)",
 }
 # What programs call, and what they pass, with transformers.Trainer.
@@ -87,7 +91,9 @@ _BORROWED = (
     "log_metrics", "metrics_format", "num_examples", "pop_callback", "push_to_hub", "remove_callback", "save_metrics",
     "save_state",
 )  # fmt: skip
-_OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
+_OF_LOADERS = (
+    "drop_last", "in_order", "multiprocessing_context", "num_workers", "persistent_workers", "prefetch_factor"
+)  # fmt: skip
 # What a folder of a checkpoint has beside the files of save_model.
 _STATE = "hasten.ckpt"
 _LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
@@ -145,6 +151,9 @@ class TransformersTrainer:
 
     label_names: list[str]
     can_return_loss: bool
+    # Whether the model takes ``num_items_in_batch``; False, also if a program says so, for losses that count alike.
+    model_accepts_loss_kwargs: bool
+    loss_is_scaled_for_ga: bool | None = None
 
     def __init__(
         self,
@@ -166,9 +175,11 @@ class TransformersTrainer:
         need("transformers", purpose="TransformersTrainer")
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
+        from transformers.integrations import get_reporting_integration_callbacks
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
         from transformers.trainer_pt_utils import LabelSmoother
         from transformers.trainer_utils import TrainerMemoryTracker
+        from transformers.utils.logging import set_verbosity
 
         _check_overrides(type(self))
         owner = "TransformersTrainer"
@@ -178,6 +189,7 @@ class TransformersTrainer:
         _check(args)
         _check_given(model, model_init, eval_dataset, args)
         seed_everything(args.seed, verbose=False)
+        set_verbosity(args.get_process_log_level())
         self.model_init = model_init
         model = model if model_init is None else self.call_model_init()
         _check_model(model, args)
@@ -199,7 +211,8 @@ class TransformersTrainer:
         self._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
         self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, *optimizers)
         self.events: _Events = _Events(self)
-        callbacks = [*(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]
+        more = get_reporting_integration_callbacks([name for name in args.report_to if name not in _LOGGERS])
+        callbacks = [*more, *(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]
         others = [each for each in callbacks if isinstance(each, Callback)]
         for each in callbacks:
             if each not in others:
@@ -270,6 +283,7 @@ class TransformersTrainer:
             enable = getattr(self.model, f"{kind}_checkpointing_enable")
             enable(**{f"{kind}_checkpointing_kwargs": options or None}, **more)
         self.model.train()
+        self._evaluated_at = -1
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
         noise: Any = nullcontext()
         if args.neftune_noise_alpha is not None:
@@ -279,6 +293,7 @@ class TransformersTrainer:
             # Evaluations have loaders of their own.
             trainer.fit(self.module, self.get_train_dataloader(), [[None]], ckpt_path=start)
         steps, state = self.state.global_step - events.first_step, self.state
+        self.model.train(self._evaluated_at != state.global_step)
         size = args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
         metrics = speed_metrics("train", began, num_samples=steps * size, num_steps=steps)
         metrics["total_flos"] = state.total_flos
@@ -360,6 +375,7 @@ class TransformersTrainer:
         else:
             trainer.test(module, dataloader, verbose=False)
             self.model.eval()
+        self._evaluated_at = self.state.global_step
         return module.result(dataloader)
 
     def prediction_step(
@@ -438,7 +454,7 @@ class TransformersTrainer:
         labels = None
         if self.compute_loss_func is not None or self.label_smoother is not None:
             labels, inputs = inputs.get("labels"), {name: inputs[name] for name in inputs if name != "labels"}
-        counts = self.module.takes_count and num_items_in_batch is not None
+        counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         outputs = model(**inputs, **({"num_items_in_batch": num_items_in_batch} if counts else {}))
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
@@ -631,6 +647,8 @@ class TransformersTrainer:
         if args.torch_compile:
             options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             given["compile"] = {name: value for name, value in options.items() if value is not None}
+        if args.ddp_find_unused_parameters and dist.is_initialized():
+            given["strategy"] = "ddp_find_unused_parameters_true"
         if args.eval_strategy == "steps":
             # The Trainer never finds an evaluation due. Its callbacks see that values are not new after each epoch.
             given |= {"limit_val_batches": self._limit, "val_check_interval": f"{10**12}st"}
@@ -643,8 +661,8 @@ class TransformersTrainer:
         # The order of transformers.Trainer.
         ordered = not training or isinstance(dataset, IterableDataset)
         sampler, shuffles = None if ordered else self._get_train_sampler(), False
-        if dist.is_initialized():
-            sampler, shuffles = None, not isinstance(sampler, SequentialSampler | None)
+        if dist.is_initialized() and isinstance(sampler, RandomSampler | SequentialSampler | None):
+            sampler, shuffles = None, isinstance(sampler, RandomSampler)
         elif isinstance(sampler, RandomSampler):
             samplers = importlib.import_module("accelerate.data_loader")
             sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
@@ -655,7 +673,9 @@ class TransformersTrainer:
             shuffle=shuffles,
             collate_fn=RemoveColumnsCollator(collate, self.module.columns) if args.remove_unused_columns else collate,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            **{name: getattr(args, f"dataloader_{name}") for name in _OF_LOADERS},
+            **{
+                name: getattr(args, f"dataloader_{name}") for name in _OF_LOADERS if hasattr(args, f"dataloader_{name}")
+            },
         )
 
 
@@ -827,9 +847,7 @@ class _Module(LightningModule):
         owner.label_names, owner.can_return_loss = names or find_labels(type(inner)), can_return_loss(type(inner))
         self.columns = [*parameters, "label", "label_ids", *owner.label_names]
         takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
-        # Whether the loss is a mean over targets, so that batches of one step count by their targets.
-        self.takes_count = getattr(inner, "accepts_loss_kwargs", takes_more)
-        self.counts_targets = self.takes_count or owner.compute_loss_func is not None
+        owner.model_accepts_loss_kwargs = getattr(inner, "accepts_loss_kwargs", takes_more)
         self.is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         # As in transformers, whose list of losses lacks some models, such as GPT2LMHeadModel.
         shifts = LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is ForCausalLMLoss
@@ -875,6 +893,7 @@ class _Module(LightningModule):
         with owner.compute_loss_context_manager():
             loss = owner.compute_loss(self.model, owner._prepare_inputs(batch), num_items_in_batch=count)
         is_alone = self.args.gradient_accumulation_steps == 1 and not dist.is_initialized()
+        is_alone = is_alone or owner.loss_is_scaled_for_ga is False
         self._note(batch, loss, 1 if count is None or is_alone else count)
         return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
 
@@ -886,7 +905,10 @@ class _Module(LightningModule):
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
 
     def _targets(self, batch: Any) -> Tensor | None:
-        if not self.counts_targets or not isinstance(labels := batch.get("labels"), Tensor):
+        owner, labels = cast(Any, self.owner()), batch.get("labels")
+        # Whether the loss is a mean over targets, so that batches of one step count by their targets.
+        counts = owner.model_accepts_loss_kwargs or owner.compute_loss_func is not None
+        if not counts or not isinstance(labels, Tensor):
             return None
         return (labels[..., 1:] if self.shifts_labels else labels).ne(-100).sum()
 
@@ -1076,6 +1098,3 @@ def _check(args: TrainingArguments) -> None:
             raise make_error(ValueError, what, fix=_INSTEAD.get(name.lower(), "Leave it out."))
     if (strategy := vars(args).get("train_sampling_strategy")) == "batch_rebalance":
         raise _refused("train_sampling_strategy", strategy, "Use another.")
-    unknown = [name for name in args.report_to if name not in _LOGGERS]
-    if unknown and args.report_to != plain.report_to:  # By default, transformers 4 has all that are installed.
-        raise _refused("report_to", unknown[0], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.")
