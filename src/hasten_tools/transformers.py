@@ -175,8 +175,7 @@ class TransformersTrainer:
         need("transformers", purpose="TransformersTrainer")
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
-        from transformers.integrations import get_reporting_integration_callbacks
-        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
         from transformers.trainer_pt_utils import LabelSmoother
         from transformers.trainer_utils import TrainerMemoryTracker
         from transformers.utils.logging import set_verbosity
@@ -211,12 +210,7 @@ class TransformersTrainer:
         self._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
         self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, *optimizers)
         self.events: _Events = _Events(self)
-        more = get_reporting_integration_callbacks([name for name in args.report_to if name not in _LOGGERS])
-        callbacks = [*more, *(callbacks or ()), *([PrinterCallback] if args.disable_tqdm else [])]
-        others = [each for each in callbacks if isinstance(each, Callback)]
-        for each in callbacks:
-            if each not in others:
-                self.add_callback(each)
+        others = self._add_callbacks(callbacks or ())
         joined = dist.is_initialized()
         self._limit = arguments.pop("limit_val_batches", None)
         self._given = lambda: {"devices": "auto" if joined else 1, **self._arguments(others), **arguments}
@@ -224,13 +218,27 @@ class TransformersTrainer:
         self._make_module, self.is_in_train = _StepOfProgram if self._steps_itself else _Module, False
         self.module = self._make_module(self)
         self.trainer = self._make_trainer()
-        if self.trainer.num_devices > 1 and not joined:
-            what = f"TransformersTrainer(devices={arguments['devices']!r}) starts processes after TrainingArguments."
-            fix = f"Leave it out, and write hasten launch --procs {self.trainer.num_devices} train.py."
-            raise make_error(ValueError, what, fix=fix, argument="devices")
+        self._check_devices(arguments.get("devices"))
         if args.push_to_hub:
             cast(Any, self).init_hf_repo()
         self.events.call("on_init_end")
+
+    def _check_devices(self, devices: object) -> None:
+        if self.trainer.num_devices > 1 and not dist.is_initialized():
+            what = f"TransformersTrainer(devices={devices!r}) starts processes after TrainingArguments."
+            fix = f"Leave it out, and write hasten launch --procs {self.trainer.num_devices} train.py."
+            raise make_error(ValueError, what, fix=fix, argument="devices")
+
+    def _add_callbacks(self, given: Sequence[Any]) -> list[Callback]:
+        """Add the callbacks of transformers, and return those of hasten."""
+        from transformers.integrations import get_reporting_integration_callbacks
+        from transformers.trainer_callback import PrinterCallback
+
+        more = get_reporting_integration_callbacks([name for name in self.args.report_to if name not in _LOGGERS])
+        for each in (*more, *given, *([PrinterCallback] if self.args.disable_tqdm else [])):
+            if not isinstance(each, Callback):
+                self.add_callback(each)
+        return [each for each in given if isinstance(each, Callback)]
 
     # What the search of hyperparameters of transformers reads.
     hp_search_backend = hp_name = _trial = None
@@ -242,7 +250,7 @@ class TransformersTrainer:
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        trial: dict[str, Any] | None = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, and return the number of steps, the mean of their losses, and times.
@@ -272,16 +280,7 @@ class TransformersTrainer:
         self._check_step()
         self.state, trainer, began = TrainerState(), self.trainer, time.time()
         start = self._checkpoint_of(resume_from_checkpoint)
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        align = getattr(importlib.import_module("transformers.trainer_utils"), "align_special_tokens", None)
-        if align is not None and hasattr(self.model, "config") and hasattr(tokenizer, "pad_token_id"):
-            align(self.model, self.processing_class)
-        if args.gradient_checkpointing:
-            kind = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
-            options = dict(getattr(args, f"{kind}_checkpointing_kwargs") or {})
-            more = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
-            enable = getattr(self.model, f"{kind}_checkpointing_enable")
-            enable(**{f"{kind}_checkpointing_kwargs": options or None}, **more)
+        self._prepare_model()
         self.model.train()
         self._evaluated_at = -1
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
@@ -310,6 +309,19 @@ class TransformersTrainer:
         cast(Any, self)._finish_current_push()
         self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
+
+    def _prepare_model(self) -> None:
+        args = self.args
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        align = getattr(importlib.import_module("transformers.trainer_utils"), "align_special_tokens", None)
+        if align is not None and hasattr(self.model, "config") and hasattr(tokenizer, "pad_token_id"):
+            align(self.model, self.processing_class)
+        if args.gradient_checkpointing:
+            kind = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+            options = dict(getattr(args, f"{kind}_checkpointing_kwargs") or {})
+            more = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+            enable = getattr(self.model, f"{kind}_checkpointing_enable")
+            enable(**{f"{kind}_checkpointing_kwargs": options or None}, **more)
 
     def evaluate(
         self,
@@ -619,9 +631,6 @@ class TransformersTrainer:
     def _arguments(self, callbacks: list[Callback]) -> dict[str, Any]:
         """Return the arguments of ``hasten.Trainer``."""
         args, stopped = self.args, []
-        # accelerate launch may say it, too.
-        mixed = vars(args).get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else mixed
         if args.save_strategy != "no":
             # It saves runs that are stopped from outside; events has the others saved.
             stopped = [ModelCheckpoint(args.output_dir, save_top_k=0, every_n_epochs=0)]
@@ -634,7 +643,7 @@ class TransformersTrainer:
             "accumulate_grad_batches": args.gradient_accumulation_steps,
             # An infinite limit clips nothing; it has the norm computed, which is logged.
             "gradient_clip_val": None if self._steps_itself else args.max_grad_norm or math.inf,
-            "precision": {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed, mixed),
+            "precision": _precision(args),
             "matmul_precision": {True: "high", False: "highest", None: None}[args.tf32],
             "accelerator": "cpu" if args.use_cpu else "auto",
             "log_every_n_steps": math.ceil(args.logging_steps) if args.logging_strategy == "steps" else 0,
@@ -1016,6 +1025,13 @@ def _add_noise(alpha: float, embeddings: nn.Module, _: object, output: Tensor) -
     """Add the noise of NEFTune (https://huggingface.co/papers/2310.05914) to embeddings that train."""
     size = float(alpha / torch.tensor(output.size(1) * output.size(2)).sqrt())
     return output + torch.zeros_like(output).uniform_(-size, size) if embeddings.training else None
+
+
+def _precision(args: TrainingArguments) -> str | None:
+    # accelerate launch may say it, too.
+    mixed = vars(args).get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else mixed
+    return {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed, mixed)
 
 
 def _opened(path: Path) -> Any:
