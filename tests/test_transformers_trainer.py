@@ -617,10 +617,15 @@ def test_a_checkpoint_has_the_weights_once_and_a_run_continues_from_it_as_if_it_
     folder = tmp_path / "checkpoint-2"
     trained = sum(each.numel() for each in whole.model.parameters() if each.requires_grad)
     assert (folder / "hasten.ckpt").stat().st_size < 8 * trained + 40_000  # AdamW has two numbers for each.
-    again = make()
-    again.train(resume_from_checkpoint=str(folder))
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name]), name
+    for place in (folder, folder / "hasten.ckpt"):
+        again = make()
+        again.train(resume_from_checkpoint=str(place))
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, again.model.state_dict()[name]), name
+    again.trainer.save_checkpoint(tmp_path / "alone.ckpt")
+    kept = torch.load(tmp_path / "alone.ckpt", weights_only=False)
+    assert "elsewhere" not in kept
+    assert kept["state_dict"].keys() == again.module.state_dict().keys()
 
     best = make(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
     best.train()

@@ -300,7 +300,7 @@ class TransformersTrainer:
         self.log(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             saved = files.load(os.path.join(state.best_model_checkpoint, _STATE))
-            self.module.folder = state.best_model_checkpoint
+            self.module.loads_from = state.best_model_checkpoint
             self.module.on_load_checkpoint(saved)
             self.module.load_state_dict(saved["state_dict"])
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
@@ -572,9 +572,9 @@ class TransformersTrainer:
         # The folder of this step may still be missing: the first process makes it.
         if (best := name(state.best_global_step)) == folder or os.path.exists(best):
             state.best_model_checkpoint = best
-        self.module.folder = folder
+        self.module.saves_in = folder
         trainer.save_checkpoint(os.path.join(folder, _STATE), weights_only=args.save_only_model)
-        self.module.folder = ""
+        self.module.saves_in = ""
         if trainer.is_global_zero:
             state.save_to_json(os.path.join(folder, "trainer_state.json"))
             if args.push_to_hub:
@@ -598,6 +598,7 @@ class TransformersTrainer:
     def _checkpoint_of(self, given: str | bool | None) -> str | None:
         """Return the file with the state of the run to resume; that of a run that was stopped may be the newest."""
         if not given or str(given).endswith(".ckpt"):
+            self.module.loads_from = os.path.dirname(str(given))
             return cast("str | None", given or None)
         folder = Path(self.args.output_dir if given is True else given)
         found = [*folder.glob("*.ckpt"), *folder.glob(f"checkpoint-*/{_STATE}")]
@@ -607,7 +608,7 @@ class TransformersTrainer:
             fix = "Leave it out. Of a checkpoint of transformers, from_pretrained reads the model."
             raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
         start = max(found, key=os.path.getmtime)
-        self.module.folder = str(start.parent)
+        self.module.loads_from = str(start.parent)
         return str(start)
 
     def _max_steps(self) -> Any:
@@ -866,14 +867,15 @@ class _Module(LightningModule):
         # Of the batches of a step: the losses, and the number of inputs.
         self.losses: list[tuple[Tensor, Any]] = []
         self.inputs = 0
-        self.folder = ""
+        # The folders of the checkpoint that is written, and of the one that is read.
+        self.saves_in = self.loads_from = ""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out the weights that the files of ``save_model`` have, and those that an adapter does not change."""
-        if not self.folder or not self.trainer.is_global_zero:
+        if not self.saves_in or not self.trainer.is_global_zero:
             return
         weights, named = checkpoint["state_dict"], {}
-        for path in Path(self.folder).glob("*.safetensors"):
+        for path in Path(self.saves_in).glob("*.safetensors"):
             with _opened(path) as saved, path.open("rb") as file:
                 os.fsync(file.fileno())
                 for name in sorted(saved.keys()):
@@ -890,7 +892,7 @@ class _Module(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         weights, places = checkpoint["state_dict"], checkpoint.get("elsewhere", {})
         mine = self.state_dict() if None in places.values() else {}
-        opened = {file: _opened(Path(self.folder, file)) for file, _ in filter(None, places.values())}
+        opened = {file: _opened(Path(self.loads_from, file)) for file, _ in filter(None, places.values())}
         for key, place in places.items():
             weights[key] = mine[key] if place is None else opened[place[0]].get_tensor(place[1])
 
