@@ -62,8 +62,8 @@ def tpu_chips() -> int:
     chips = 0
     for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
         vendor = Path(path)
-        if vendor.read_text().strip() == _PCI_VENDOR_OF_GOOGLE:
-            chips += vendor.with_name("device").read_text().strip() in _PCI_DEVICES
+        if vendor.read_text("ascii").strip() == _PCI_VENDOR_OF_GOOGLE:
+            chips += vendor.with_name("device").read_text("ascii").strip() in _PCI_DEVICES
     return chips
 
 

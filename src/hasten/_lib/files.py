@@ -91,6 +91,8 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True, over_folder
         file.flush()
         if durable:
             os.fsync(file.fileno())
+        if os.name == "nt":  # Open files cannot be renamed there.
+            file.close()
         if over_folder:
             put_in_place(temporary, target)
         else:

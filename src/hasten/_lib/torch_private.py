@@ -537,7 +537,7 @@ def softmax_backward(gradient: Tensor, probabilities: Tensor) -> Tensor:
 
 def cpu_multiplies_bfloat16() -> bool:
     """Return whether the CPU has bfloat16 instructions; others take tens of times as long as for 32 bits."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @functools.cache

@@ -268,7 +268,7 @@ class LightningArgumentParser(ArgumentParser):
         # Not put back at the end: an error of another file comes after the next path.
         self._config_path = path
         with suppress(OSError, TypeError, ValueError):  # jsonargparse says what is wrong with the file.
-            keys = re.findall(r"^([a-z]\w*):", Path(path).read_text(), re.MULTILINE)
+            keys = re.findall(r"^([a-z]\w*):", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
             for key in (each for each in dict.fromkeys(keys) if keys.count(each) > 1):
                 rank_zero_warn(f"{path} has {key}: twice, and the last one alone counts.", fix="Join the two.")
         return super().parse_path(path, *args, **kwargs)

@@ -62,7 +62,7 @@ class ColdSeconds:
     def load(self) -> None:
         """Read the measurements of an earlier run, if there was one."""
         try:
-            content = json.loads(self._path.read_text())
+            content = json.loads(self._path.read_text("utf-8"))
             self.by_graphs = {int(graphs): float(seconds) for graphs, seconds in content.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             self.by_graphs = {}

@@ -83,7 +83,8 @@ class _Table:
         self.columns, self.rows, self.size_bytes = columns, min(rows, self.rows), size_bytes
 
     def _write_at_end(self, data: bytes) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        binary = getattr(os, "O_BINARY", 0)  # Or else Windows makes two bytes of a newline.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | binary, 0o666)
         try:
             written = 0
             while written < len(data):

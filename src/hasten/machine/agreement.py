@@ -169,7 +169,7 @@ def _ended() -> list[str]:
 def _machine() -> str:
     """Return a name for this machine and its process IDs; empty if there is none."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""

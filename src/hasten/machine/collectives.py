@@ -385,7 +385,7 @@ def naming_who_ended() -> Iterator[None]:
         # What ended the first process is known to the launcher.
         if (file := os.environ.get(CAUSE_VARIABLE)) and not agreement.store_has_ended(agreement.address_of_store()):
             with suppress(OSError):
-                Path(file).write_text(why)
+                Path(file).write_text(why, encoding="utf-8")
         consequence = RuntimeError(f"{why.rstrip('.')}. This run cannot continue without it.")
         consequence.__dict__["is_consequence"] = True
         raise consequence from None

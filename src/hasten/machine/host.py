@@ -54,6 +54,15 @@ def process_memory_bytes(*, peak: bool = False) -> int | None:
     return _kilobytes("/proc/self/status", "VmHWM" if peak else "VmRSS")
 
 
+def resource_usage(name: str) -> int:
+    """Return a number of ``resource.getrusage`` for this process, such as ``ru_minflt``; 0 on Windows."""
+    with suppress(ImportError):
+        import resource
+
+        return int(getattr(resource.getrusage(resource.RUSAGE_SELF), name))
+    return 0
+
+
 def _kilobytes(file: str, name: str) -> int | None:
     with suppress(OSError, ValueError):
         for line in Path(file).read_text(encoding="ascii", errors="replace").splitlines():
@@ -149,7 +158,7 @@ def _lock_waited_for(thread: int) -> str | None:
 def process_has_ended(number: int) -> bool:
     """Return whether a process of this machine is known to have ended; False if the system does not say."""
     try:
-        with open(f"/proc/{number}/stat") as file:
+        with open(f"/proc/{number}/stat", encoding="ascii", errors="replace") as file:
             # The name of the program, in parentheses, may contain any character. Z: a zombie, whose exit code has not
             # been read.
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")

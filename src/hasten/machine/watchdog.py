@@ -452,7 +452,7 @@ class Watchdog:
             beat, _ = self._read(rank, time.monotonic())
             if beat is not None and beat.host == self._beat.host and beat.pid != self._beat.pid:
                 with suppress(OSError):
-                    os.kill(beat.pid, signal.SIGKILL)
+                    os.kill(beat.pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # The same on Windows.
 
     def _silence(self, rank: int, now: float) -> str:
         beat, came = self._read(rank, now)

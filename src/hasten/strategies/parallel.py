@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -50,7 +51,8 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 HALF_AN_HOUR = timedelta(minutes=30)
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
+# Windows has no fork.
+START_METHODS = ("popen", *multiprocessing.get_all_start_methods())
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 # What to write in place of stages and schedules of torch.

@@ -127,7 +127,7 @@ def _note_late_option(parser: Parser, program: str, rest: Sequence[str]) -> None
     late = next((word.partition("=")[0] for word in rest if word.partition("=")[0] in parser.long_options()), None)
     if late is None or not os.path.isfile(program):
         return
-    if late.strip("-").replace("-", "_") not in Path(program).read_text(errors="replace").replace("-", "_"):
+    if late.strip("-").replace("-", "_") not in Path(program).read_text("utf-8", "replace").replace("-", "_"):
         print(
             f"{parser.prog}: {late} comes after {program}, so the program gets it. Write it before {program} to give "
             f"it to {parser.prog}.",

@@ -92,7 +92,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     latest = folder / "latest"
     if tag is None and not latest.is_file():
         raise make_error(ValueError, f"{folder} has no file 'latest' that names the save to read:", fix="pass tag=....")
-    place = folder / (latest.read_text().strip() if tag is None else tag)
+    place = folder / (latest.read_text("utf-8").strip() if tag is None else tag)
     if not place.is_dir():
         raise FileNotFoundError(f"{place} is not a folder.")
     zero = need("deepspeed.utils.zero_to_fp32", purpose="a checkpoint of DeepSpeed")

@@ -62,7 +62,7 @@ def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) ->
     """
     if not _is_there(config_yaml):
         return {}
-    with _named(config_yaml), get_filesystem(config_yaml).open(os.fspath(config_yaml), "r") as file:
+    with _named(config_yaml), get_filesystem(config_yaml).open(os.fspath(config_yaml), "r", encoding="utf-8") as file:
         found: dict[str, Any] = yaml_with_tuples(file) or {}
     return found
 
@@ -82,7 +82,10 @@ def load_hparams_from_tags_csv(tags_csv: PathLike) -> dict[str, Any]:
     """Return the hyper-parameters in a CSV file with the columns key and value; {} without the file."""
     if not _is_there(tags_csv):
         return {}
-    with _named(tags_csv), get_filesystem(tags_csv).open(os.fspath(tags_csv), "r", newline="") as file:
+    with (
+        _named(tags_csv),
+        get_filesystem(tags_csv).open(os.fspath(tags_csv), "r", newline="", encoding="utf-8") as file,
+    ):
         return {row["key"]: convert(row["value"]) for row in csv.DictReader(file)}
 
 
@@ -106,7 +109,7 @@ def _named(path: PathLike) -> Iterator[None]:
 
 def save_hparams_to_tags_csv(tags_csv: PathLike, hparams: Mapping[str, Any] | Namespace) -> None:
     """Write hyper-parameters to a CSV file with the columns key and value."""
-    with get_filesystem(tags_csv).open(os.fspath(tags_csv), "w", newline="") as file:
+    with get_filesystem(tags_csv).open(os.fspath(tags_csv), "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["key", "value"])
         writer.writeheader()
         writer.writerows({"key": key, "value": plain(value)} for key, value in as_dict(hparams).items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import runpy
 import sys
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         text = eject_program(path, source.decode("utf-8-sig"), rest)
         several = "DistributedDataParallel(" in text
         if output is None:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(encoding="utf-8")  # As Python reads programs.
             print(text, end="")
         else:
             output.write_text(text, encoding="utf-8")

@@ -277,7 +277,7 @@ def _cause(file: Path, failure: ProcessFailure) -> str | None:
     # An error file from an earlier start says nothing about this one.
     if not file.exists() or file.stat().st_mtime < failure.timestamp - _CAUSE_SECONDS:
         return None
-    return f"{file.read_text()}. All processes of the run were stopped."
+    return f"{file.read_text('utf-8')}. All processes of the run were stopped."
 
 
 def shown(error: BaseException) -> str:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         return _run(options, command)
-    except (DemoError, ValueError, ModuleNotFoundError) as error:
+    except (DemoError, ValueError, ModuleNotFoundError, OSError) as error:
         print(f"hasten demo: {error}", file=sys.stderr)
         return 1
 

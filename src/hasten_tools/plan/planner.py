@@ -517,7 +517,7 @@ class _Copy(NamedTuple):
 def _start(trainer: Trainer, order: Order, fit: Callable[[], None]) -> _Copy:
     """Start ``measure(...)`` in a copy of this process."""
     if not hasattr(os, "fork"):
-        raise RuntimeError("a plan runs in copies of this process (os.fork), which this system does not have.")
+        raise PlanError("a plan runs in copies of this process (os.fork), which this system does not have.")
     simulated.load()
     reads, writes = os.pipe()
     with warnings.catch_warnings():

@@ -300,7 +300,7 @@ class _Choosing:
         try:
             program = program_of(on_top, self._model, self._data, self._datamodule)
             found = measure(program, levers=levers, plan=plan)
-        except (TypeError, AdviceError) as error:
+        except (TypeError, AdviceError, OSError) as error:
             text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
             kept = "what was measured before is used" if chosen else "training continues unchanged"
             rank_zero_warn(f"speed={self._speed!r}: nothing more was measured, {kept}: {text}")

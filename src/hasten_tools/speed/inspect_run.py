@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import platform
-import resource
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +27,7 @@ from hasten.data.memory.resident import users_dataset
 from hasten.extend.origin import full_name, source_of
 from hasten.hooks import overrides
 from hasten.logged_value import batch_size_of
-from hasten.machine.host import available_memory_bytes, cpu_name, process_memory_bytes, usable_cores
+from hasten.machine.host import available_memory_bytes, cpu_name, process_memory_bytes, resource_usage, usable_cores
 from hasten.module import LightningModule
 from hasten.report.peaks import flop_counter, measured_peaks
 from hasten.seed import isolate_rng
@@ -174,7 +174,7 @@ def facts(
         # Memory that another process could have now.
         "free_bytes": torch.cuda.mem_get_info(device)[0] if on_cuda else available_memory_bytes(),
         "peak_flops": {} if quick else measured_peaks(device),
-        "page_bytes": resource.getpagesize(),
+        "page_bytes": mmap.PAGESIZE,
         "key": key_of(given, module, device, data_shape(loader, trainer.datamodule, module)),
     }
 
@@ -214,7 +214,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_reserved(device)) + _CONTEXT_BYTES
     # Not ru_maxrss first: on Linux a new process begins with its parent's value.
     unit = 1 if sys.platform == "darwin" else 1024
-    return process_memory_bytes(peak=True) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return process_memory_bytes(peak=True) or resource_usage("ru_maxrss") * unit
 
 
 def data_shape(loader: Dataloaders, datamodule: LightningDataModule | None, module: nn.Module) -> list[Any]:

@@ -13,7 +13,6 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
-import resource
 import shutil
 import signal
 import sys
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.device import synchronize
+from hasten.machine.host import resource_usage
 from hasten_tools.speed.inspect_run import peak_memory_bytes
 from hasten_tools.speed.trial_processes import Turn
 
@@ -143,7 +143,7 @@ class Session:
 
 def page_faults() -> int:
     """Return how many pages of memory the operating system has provided to this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource_usage("ru_minflt")
 
 
 def seconds_without_core() -> float:
@@ -152,7 +152,7 @@ def seconds_without_core() -> float:
     Linux counts it in ``/proc/thread-self/schedstat`` (Documentation/scheduler/sched-stats.rst of the kernel).
     """
     try:
-        with open("/proc/thread-self/schedstat") as file:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0

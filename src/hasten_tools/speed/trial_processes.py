@@ -142,6 +142,8 @@ class TrialStarter:
         self._numbers = itertools.count()
 
     def __enter__(self) -> TrialStarter:
+        if not hasattr(socket, "AF_UNIX"):
+            raise OSError("speed-ups are measured in processes that use Unix sockets, which this system does not have.")
         # Sockets are in it, ours and the sockets of loader workers, and the path of a socket may have 107 characters.
         parent = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
         folder = tempfile.TemporaryDirectory(prefix="hasten-advise-", dir=parent, ignore_cleanup_errors=True)

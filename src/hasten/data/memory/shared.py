@@ -7,7 +7,6 @@ that made them; the kernel frees the memory when the last process that has mappe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +32,9 @@ from hasten.machine.cluster import name_of_job
 from hasten.machine.host import bytes_text
 from hasten.seed import isolate_rng
 
+with contextlib.suppress(ImportError):  # Windows, where preload() is refused.
+    import fcntl
+
 _of_this_process: weakref.WeakValueDictionary[str, PreloadedDataset] = weakref.WeakValueDictionary()
 
 
@@ -50,12 +52,6 @@ class SharedFile:
     @classmethod
     def new(cls, shape: tuple[int, ...], dtype: torch.dtype) -> SharedFile:
         """Make a file, which is closed with the object returned."""
-        if not hasattr(os, "memfd_create"):
-            raise make_error(
-                RuntimeError,
-                "hasten.data.preload() needs memfd_create, which Linux has.",
-                fix="Use Trainer(resident=True) here, which holds the data in each process.",
-            )
         descriptor = os.memfd_create("hasten-preload", os.MFD_CLOEXEC)
         os.truncate(descriptor, max(1, torch.Size(shape).numel() * dtype.itemsize))
         pid = os.getpid()
@@ -150,6 +146,12 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     """
     if isinstance(dataset, PreloadedDataset):
         return dataset
+    if not hasattr(os, "memfd_create"):
+        raise make_error(
+            RuntimeError,
+            "hasten.data.preload() needs memfd_create, which Linux has.",
+            fix="Use Trainer(resident=True) here, which holds the data in each process.",
+        )
     data: Any = dataset
     shown = name or f"the dataset {type(dataset).__name__}"
     reader = DatasetReader(dataset, "preload", shown)
