@@ -25,7 +25,7 @@ from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
 from hasten_lightning.conventions import LIGHTNING
 from tests.callbacks.scripted import BATCHES, Endless, Scripted, python_calls
-from tests.models import quiet
+from tests.models import Classifier, loader, quiet
 from tests.programs import Forked
 
 pty = pytest.importorskip("pty")
@@ -526,3 +526,12 @@ def test_a_resumed_epoch_does_not_count_what_was_done_before() -> None:
 )
 def test_numbers_keep_their_width(number: Any, text: str) -> None:
     assert Tqdm.format_num(number) == text
+
+
+def test_a_program_without_output_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with pythonw on Windows, or as a service."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    trainer = quiet(enable_progress_bar=True)
+    trainer.fit(Classifier(), loader())
+    assert trainer.global_step > 0

@@ -37,8 +37,8 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._draws = is_terminal(kwargs.get("file") or sys.stderr)
         self._output = NotebookText() if in_notebook() else None
-        if self._output is not None:
-            # tqdm itself would write each drawing into the notebook's file.
+        if self._output is not None or not (kwargs.get("file") or sys.stderr):
+            # tqdm itself would write each drawing into the notebook's file. pythonw has no output.
             kwargs["file"] = io.StringIO()
         self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
         self._shown: tuple[Any, ...] | None = None
