@@ -397,6 +397,67 @@ def test_gradients_that_the_step_drops_from_an_accumulation_are_said() -> None:
         quiet(accumulate_grad_batches=2).fit(OfAnother(), loader())
 
 
+class Steps(Classifier):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.optimizers().step()
+
+
+class StepsInItsHook(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class Backward(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+class Clips(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        return self.loss(batch)
+
+
+class Scales(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scaler.scale(self.loss(batch))
+
+
+class ScalesAndUnscales(Scales):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.scaler.unscale_(optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said", "fix"),
+    [
+        (Steps, {}, "twice per batch", "automatic_optimization = False"),
+        (Backward, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2", "torch.autograd.grad"),
+        (Backward, {"micro_batch": 2}, "micro_batch=2", "torch.autograd.grad"),
+        (Clips, {}, "not clipped", "gradient_clip_val=1.0"),
+        (Scales, {}, "self.scaler", "precision='16-mixed'"),
+    ],
+)
+def test_work_of_the_trainer_that_a_step_does_as_well_is_said(kind: Any, arguments: Any, said: str, fix: str) -> None:
+    with warned(UserWarning, says=(kind.__name__, said), fix=fix):
+        quiet(**arguments).fit(kind(), loader())
+
+
+@pytest.mark.parametrize("kind", [StepsInItsHook, Backward, ScalesAndUnscales])
+def test_such_work_that_changes_no_result_is_left_alone(kind: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet().fit(kind(), loader(), loader())
+
+
 def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
     with warned(UserWarning, says=("OfANumber", "no weight"), fix="torch.tensor(...)"):
         quiet().fit(OfANumber(), loader())

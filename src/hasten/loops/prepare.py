@@ -16,7 +16,7 @@ from hasten._lib.device import collect_earlier_models, is_host
 from hasten._lib.errors import MisconfigurationException, WrongType, add_note, make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
-from hasten._lib.rank_zero import rank_zero_deprecation, rank_zero_info
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_deprecation, rank_zero_info, warn_once
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
 from hasten.checkpoint.contents import Phase, check_entries, for_hooks, from_hooks
@@ -405,6 +405,8 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         nonlocal look
         if look is not None:
             look = look.before_step() if closure is None else None
+        elif closure is None and run.module.automatic_optimization:
+            _warn_of_second_step(run, optimizer)
         finish = run.window.finish_in_step if run.module.automatic_optimization else finish_by_hand
         if finish is not None and closure is None:
             finish()
@@ -423,6 +425,19 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
             yield
 
     return HastenOptimizer(optimizer, counted_step, toggled)
+
+
+def _warn_of_second_step(run: Run, optimizer: Any) -> None:
+    """Warn of a program that steps by itself what the Trainer steps, unless its ``optimizer_step`` does."""
+    owner = type(run.module)
+    if not (run.runtime.engine.steps_by_program or overrides(run.module, LightningModule, "optimizer_step")):
+        warn_once(
+            f"second step {owner}",
+            f"{owner.__name__} calls step() of self.optimizers(), and the Trainer steps {type(optimizer).__name__} as "
+            "well: twice per batch.",
+            PossibleUserWarning,
+            fix="Leave it out, or set self.automatic_optimization = False in __init__.",
+        )
 
 
 def _first_gradients(run: Run, optimizer: Any) -> FirstGradients | None:

@@ -24,7 +24,7 @@ from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, n
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of, whole
 from hasten.arguments import Arguments
-from hasten.extend.origin import comes_from, names_in
+from hasten.extend.origin import comes_from, mentions
 from hasten.hooks import nothing, overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -165,14 +165,10 @@ def check_fit(run: Run) -> None:
         if run.module.automatic_optimization:
             batches = run.window.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
-            if batches > 1 and {"optimizers", "zero_grad"} <= names_in(type(run.module).training_step):
-                warn_once(
-                    f"zero_grad {type(run.module)}",
-                    f"{type(run.module).__name__}.training_step calls zero_grad(). Between batches whose gradients "
-                    f"accumulate_grad_batches={batches} sums, it drops them.",
-                    PossibleUserWarning,
-                    fix="Leave it out: the Trainer calls it after each step.",
-                )
+    code = getattr(type(run.module).training_step, "__code__", None)
+    # The names alone: this runs in every fit.
+    if code is not None and run.optimizers and not _OF_TRAINER.isdisjoint(code.co_names):
+        _warn_of_work_done_twice(run, code.co_names)
     if not run.optimizers and run.arguments.on_bad_loss in ("skip", "rewind"):
         raise MisconfigurationException(
             f"Trainer(on_bad_loss={run.arguments.on_bad_loss!r}): configure_optimizers() returned no optimizer, so "
@@ -180,6 +176,46 @@ def check_fit(run: Run) -> None:
             fix="Use on_bad_loss='stop' or 'warn'.",
             argument="on_bad_loss",
         )
+
+
+# What the Trainer does after training_step, by the names of its functions.
+_CLIPPING = frozenset(("clip_grad_norm_", "clip_grad_value_", "clip_gradients"))
+_OF_TRAINER = _CLIPPING | {"backward", "zero_grad", "scale"}
+
+
+def _warn_of_work_done_twice(run: Run, names: tuple[str, ...]) -> None:
+    """Warn of a training_step whose code uses these names for work that is the Trainer's, and changes its result."""
+    batches, micro_batch = run.window.accumulate_grad_batches, run.arguments.speed.micro_batch
+    if not run.module.automatic_optimization:
+        return
+    sums = f"accumulate_grad_batches={batches}" if batches > 1 else f"micro_batch={micro_batch}"
+    scalers = [name for name, value in vars(run.module).items() if isinstance(value, torch.amp.GradScaler)]
+    found = (
+        (
+            batches > 1 and "zero_grad" in names and "optimizers" in names,
+            f"calls zero_grad(). Between batches whose gradients {sums} sums, it drops them.",
+            "Leave it out: the Trainer calls it after each step.",
+        ),
+        (
+            "backward" in names and (batches > 1 or micro_batch is not None),
+            f"calls backward(). Its gradients are added to those that {sums} sums.",
+            "Leave it out, as the Trainer calls it; for gradients of inputs write torch.autograd.grad(loss, inputs).",
+        ),
+        (
+            not _CLIPPING.isdisjoint(names) and "backward" not in names,
+            "clips gradients, but the Trainer computes them after it: those of this batch are not clipped.",
+            "Leave it out, and write Trainer(gradient_clip_val=1.0).",
+        ),
+        (
+            "scale" in names and scalers and not mentions("unscale_", run.module),
+            f"scales the loss by self.{''.join(scalers[:1])}, and nothing divides the gradients by the scale.",
+            "Return the loss as it is. Trainer(precision='16-mixed') scales and unscales it.",
+        ),
+    )
+    for holds, what, fix in found:
+        if holds:
+            name = type(run.module).__name__
+            warn_once(f"{what} {type(run.module)}", f"{name}.training_step {what}", PossibleUserWarning, fix=fix)
 
 
 def _warn_of_no_validation(run: Run, length: float) -> None:
