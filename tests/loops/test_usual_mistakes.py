@@ -780,3 +780,33 @@ def test_checkpoints_that_do_not_fit_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as shapes:
         fabric.load(path, {"model": nn.Linear(4, 3)})
     assert "whole.ckpt" in notes(shapes.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("train", "trainer.fit(model, train_dataloaders, val_dataloaders)"),
+        ("save", "trainer.save_checkpoint(path)"),
+        ("tune", "Tuner(trainer).lr_find(model)"),
+        ("from_argparse_args", "LightningCLI"),
+    ],
+)
+def test_names_that_other_libraries_have_are_answered_by_what_to_write(name: str, fix: str) -> None:
+    trainer = quiet()
+    with refused(AttributeError, fix=fix, says=(name, "'Trainer'")):
+        getattr(trainer, name)
+    with refused(AttributeError, fix=fix):
+        getattr(L.Trainer, name)
+    assert not hasattr(trainer, name)
+
+    class Own(L.Trainer):
+        pass
+
+    setattr(Own, name, property(lambda self: self.max_epochs))
+    assert getattr(Own(max_epochs=3, logger=False), name) == 3
+
+
+def test_names_of_accelerate_are_answered_with_those_of_fabric() -> None:
+    fabric: Any = L.Fabric(accelerator="cpu", devices=1)
+    with refused(AttributeError, fix="fabric.all_gather(value)"):
+        fabric.gather(1)

@@ -17,7 +17,7 @@ import hasten as L
 from tests.models import Classifier, Numbered, dataset, loader, quiet, same_weights
 from tests.refusals import refused, warned
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*more batches than its length", "ignore:Length of IterableDataset")
+pytestmark = pytest.mark.filterwarnings("ignore:.*more batches than its length", "ignore:.*ends after", "ignore:Length of IterableDataset")
 
 
 class Batches:
@@ -363,3 +363,21 @@ def test_processes_with_different_numbers_of_batches_end_together_and_the_rank_i
     assert model.count == 8
     expected = joint_plain_loop((6, 4), 3)
     torch.testing.assert_close(model.layer.weight, expected.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+class TooLong(Numbered):
+    def __len__(self) -> int:
+        return 400
+
+
+class StreamTooLong(Sharded):
+    def __len__(self) -> int:
+        return 400
+
+
+def test_a_length_beyond_the_data_is_named() -> None:
+    with warned(UserWarning, says=("ends after 10 batches", "100"), fix="__len__"):
+        quiet().fit(Watched(), DataLoader(StreamTooLong(40), batch_size=4))
+    with pytest.raises(IndexError) as caught:
+        quiet().fit(Watched(), DataLoader(TooLong(), batch_size=4))
+    assert "sample 40 of the 400 that its __len__() says" in "\n".join(caught.value.__notes__)

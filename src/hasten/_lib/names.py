@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, StrEnum
 from types import FunctionType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_warn
@@ -18,6 +18,7 @@ from hasten.extend.origin import ROOTS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Class = TypeVar("_Class", bound=type)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -360,6 +361,78 @@ _INSTEAD: dict[str, dict[str, str]] = {
     },
     "MixedPrecision": {"attention_in_32_bits": "=fast_attention"},
 }
+
+
+# What programs for other libraries, and for Lightning 1, call on an object that has it under another name.
+_MODULE_LOGS = "Write self.log(name, value) in the module."
+_TUNER = "Write hasten.tuner.Tuner(trainer).{name}(model)."
+_CLI = "Write hasten.cli.LightningCLI(MyModule), or Trainer(max_epochs=args.max_epochs, ...)."
+_RESUMES = "Write trainer.fit(model, ckpt_path=path); for the weights alone, Net.load_from_checkpoint(path)."
+_LOADS = "Write fabric.load(path, {'model': model, 'optimizer': optimizer})."
+_SAVES = "Write fabric.save(path, {'model': model, 'optimizer': optimizer})."
+_METHODS_ELSEWHERE: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "add_argparse_args": _CLI,
+        "add_callback": "Write Trainer(callbacks=[...]), or trainer.callbacks.append(callback).",
+        "best_model_path": "Write trainer.checkpoint_callback.best_model_path.",
+        "device": "Write trainer.strategy.root_device.",
+        "epoch": "Write trainer.current_epoch.",
+        "eval": "Write trainer.validate(model, dataloaders).",
+        "evaluate": "Write trainer.validate(model, dataloaders), or trainer.test(model, dataloaders).",
+        "from_argparse_args": _CLI,
+        "load": _RESUMES,
+        "load_checkpoint": _RESUMES,
+        "log": _MODULE_LOGS,
+        "log_metrics": _MODULE_LOGS,
+        "lr_find": _TUNER.format(name="lr_find"),
+        "metrics": "Write trainer.callback_metrics.",
+        "optimizer": "Write trainer.optimizers[0].",
+        "resume": _RESUMES,
+        "save": "Write trainer.save_checkpoint(path).",
+        "save_model": "Write trainer.save_checkpoint(path).",
+        "scale_batch_size": _TUNER.format(name="scale_batch_size"),
+        "step": "Write trainer.global_step.",
+        "stop": "Write trainer.should_stop = True.",
+        "train": "Write trainer.fit(model, train_dataloaders, val_dataloaders).",
+        "tune": _TUNER.format(name="lr_find"),
+    },
+    "Fabric": {
+        "accumulate": "Write `with fabric.no_backward_sync(model, enabled=accumulating):`.",
+        "clip_grad_norm_": "Write fabric.clip_gradients(model, optimizer, max_norm=1.0).",
+        "fit": "Write the loop, or use hasten.Trainer.",
+        "gather": "Write fabric.all_gather(value).",
+        "is_main_process": "Write fabric.is_global_zero.",
+        "load_checkpoint": _LOADS,
+        "load_state": _LOADS,
+        "no_sync": "Write `with fabric.no_backward_sync(model):`.",
+        "prepare": "Write fabric.setup(model, optimizer) and fabric.setup_dataloaders(loader).",
+        "process_index": "Write fabric.global_rank.",
+        "rank": "Write fabric.global_rank.",
+        "reduce": "Write fabric.all_reduce(value).",
+        "save_checkpoint": _SAVES,
+        "save_state": _SAVES,
+        "unwrap_model": "Write model.module.",
+        "wait_for_everyone": "Write fabric.barrier().",
+    },
+}
+
+
+class _Elsewhere:
+    """An attribute that a class does not have; reading it says what to write, and subclasses may have it."""
+
+    def __init__(self, name: str, fix: str) -> None:
+        self._name, self._fix = name, fix
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        what = f"{owner.__name__!r} object has no attribute {self._name!r}."
+        raise make_error(AttributeError, what, fix=self._fix, name=self._name, obj=instance)
+
+
+def explain_absent_names(cls: _Class) -> _Class:
+    """Have reads of names that other libraries have say what to write; as a decorator of a class."""
+    for name, fix in _METHODS_ELSEWHERE[cls.__name__].items():
+        setattr(cls, name, _Elsewhere(name, fix))
+    return cls
 
 
 def without_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:

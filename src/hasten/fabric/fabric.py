@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
-from hasten._lib.names import did_you_mean, without_unknown
+from hasten._lib.names import did_you_mean, explain_absent_names, without_unknown
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_deprecation, rank_zero_warn, warn_once
 from hasten._lib.tree import map_leaves, map_tensors
@@ -82,6 +82,7 @@ Second = TypeVar("Second", bound=Optimizer)
 Collection = TypeVar("Collection", bound="Sequence[Any] | Mapping[Any, Any]")
 
 
+@explain_absent_names
 class Fabric(RuntimeView):
     """Run your own training loop on any device, in any precision, over any number of processes.
 

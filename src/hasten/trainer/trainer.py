@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hasten._lib.check import clip_algorithm, number
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
-from hasten._lib.names import defined_by_program, refuse_unknown, without_unknown
+from hasten._lib.names import defined_by_program, explain_absent_names, refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.arguments import check_arguments, require_callback
@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+@explain_absent_names
 class Trainer(TrainerView):
     """Run a ``LightningModule``: training, validation, test, prediction.
 

@@ -262,7 +262,10 @@ class InProcessSource(_DataLoaderSource):
                 found = next(iter(arguments_of(frame).values()), None)
             in_fetcher = file_of(frame).endswith(os.path.join("data", "_utils", "fetch.py"))
             found = frame.f_locals.get("idx", found) if in_fetcher else found
-        return self._place(number) + ("" if found is None else f", sample {found}")
+        place = self._place(number) + ("" if found is None else f", sample {found}")
+        if found is not None and isinstance(error, IndexError) and not self._is_iterable:
+            place += f" of the {len(self._dataset)} that its __len__() says: correct it if there are fewer"
+        return place
 
 
 # Attributes that our copy of the loader sets itself, or that are fixed once it is built.

@@ -241,10 +241,14 @@ class Stream:
                         position.exhausted = True
                         if certain is not None:
                             self._warn_of_early_end(number - 1, certain)
+                        else:
+                            self._compare_with_length(number - 1, length)
                         break
                 is_last = number == end
                 if certain is None and not is_last and number >= may_end_at:
                     is_last = self._ends_with(number, length, iterator)
+                    if is_last:
+                        self._compare_with_length(number, length)
                 elif is_last and exhausts:
                     self._end_data(number, iterator)
                 position.consumed, position.last, position.finished = number, batch, is_last
@@ -285,6 +289,16 @@ class Stream:
             "StopIteration, which ends an epoch without an error.",
             fix="Raise another error there, and call next(iterator, None) instead of next(iterator).",
         )
+
+    def _compare_with_length(self, count: int, length: int | None) -> None:
+        # Each worker of a stream may drop its last samples.
+        if count + getattr(self.loader, "num_workers", 0) < (length or 0):
+            warn_once(
+                f"fewer-batches-{self.name}-{length}",
+                f"{self.name} ends after {count} batches, and its length says {length}: schedules and progress bars "
+                "count those.",
+                fix="Correct its __len__, or that of its dataset.",
+            )
 
     def _may_end_at(self, length: int | None) -> int:
         """Return the number of the first batch that may be the last, as far as the length is trusted."""
