@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import hasten as L
@@ -542,6 +542,13 @@ class IntervalOutside(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": schedule, "interval": "step"}
 
 
+class WarmsUpInSteps(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        parts = [LinearLR(optimizer, total_iters=500), CosineAnnealingLR(optimizer, T_max=1000)]
+        return [optimizer], [SequentialLR(optimizer, parts, [500])]
+
+
 class NearHook(Classifier):
     def on_val_epoch_end(self) -> None: ...
 
@@ -564,6 +571,7 @@ class EmptyBackward(Classifier):
         (NeverResets, [], "self.acc.reset()"),
         (StepsTwice, [], "automatic_optimization = False"),
         (WithoutSteps, [], "T_max=self.trainer.estimated_stepping_batches"),
+        (WarmsUpInSteps, [], "{'scheduler': scheduler, 'interval': 'step'}"),
         (IntervalOutside, [], """{"scheduler": scheduler, "interval": 'step'}"""),
         (NearHook, [], "on_validation_epoch_end"),
         (EmptyBackward, [], "must call loss.backward()"),

@@ -17,7 +17,9 @@ import hasten as L
 from tests.models import Classifier, Numbered, dataset, loader, quiet, same_weights
 from tests.refusals import refused, warned
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*more batches than its length", "ignore:.*ends after", "ignore:Length of IterableDataset")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*more batches than its length", "ignore:.*ends after", "ignore:Length of IterableDataset"
+)
 
 
 class Batches:

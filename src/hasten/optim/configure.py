@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from hasten._lib import check as guards
 from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
 from hasten._lib.names import did_you_mean, nearest, warn_of_mode
 from hasten._lib.observers import replaced
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.torch_private import chained_schedulers
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from
@@ -303,6 +303,26 @@ def warn_of_schedulers(
                     f"{owner}.configure_optimizers(): the scheduler was made for {steps} steps, and steps per epoch.",
                     fix="Did you mean {'scheduler': scheduler, 'interval': 'step'}?",
                 )
+        steps = _warm_up_of(config.scheduler)
+        # A fit of one epoch may be a trial.
+        if config.interval == "epoch" and 1 < max_epochs < steps / 10:
+            rank_zero_warn(
+                f"{owner}.configure_optimizers(): the warm-up of {type(config.scheduler).__name__} takes {steps} "
+                f"steps, and it steps once per epoch, of which there are {max_epochs}.",
+                PossibleUserWarning,
+                fix="Did you mean {'scheduler': scheduler, 'interval': 'step'}?",
+            )
+
+
+def _warm_up_of(scheduler: Any) -> int:
+    """Return after how many steps the warm-up of a scheduler of torch ends; 0 if it has none."""
+    if isinstance(scheduler, SequentialLR):
+        first: int = min(vars(scheduler).get("_milestones") or [0])
+        return first
+    begins_low = (isinstance(scheduler, LinearLR) and scheduler.start_factor < scheduler.end_factor) or (
+        isinstance(scheduler, ConstantLR) and scheduler.factor < 1
+    )
+    return scheduler.total_iters if begins_low else 0
 
 
 def _warn_of_counts(schedulers: list[Any], owner: str) -> None:
