@@ -578,6 +578,26 @@ def test_launch_calls_a_function_or_the_run_of_a_subclass_with_the_fabric(fabric
     assert Theirs(accelerator="cpu").run(4) == (10, True)
 
 
+def test_methods_that_are_replaced_on_the_strategy_before_setup_are_called() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    strategy: Any = fabric.strategy
+    called = []
+    for name in ("backward", "optimizer_step"):
+
+        def replacement(*args: Any, name: str = name, **kwargs: Any) -> Any:
+            called.append(name)
+            return getattr(type(strategy), name)(strategy, *args, **kwargs)
+
+        setattr(strategy, name, replacement)
+    layer = nn.Linear(2, 1)
+    before = layer.weight.detach().clone()
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(3, 2)).sum())
+    optimizer.step()
+    assert called == ["backward", "optimizer_step"]
+    assert not torch.equal(layer.weight, before)
+
+
 def test_backward_can_be_overridden() -> None:
     class Mine(L.Fabric):
         calls = 0

@@ -58,7 +58,7 @@ AUTOMATIC = "AUTOMATIC"
 
 # How jsonargparse names what it does not find: an option, a key of a config, a sub-command or a class.
 _UNKNOWN = re.compile(
-    r"unrecognized arguments: --(?P<option>[\w.]+)|invalid choice: '(?P<command>[^']+)'"
+    r"unrecognized arguments: -{0,2}(?P<option>[a-zA-Z_][\w.]*)|invalid choice: '(?P<command>[^']+)'"
     r"|(?:Group '(?P<group>[^']+)' does not accept )?[oO]ption '(?P<key>[^']+)'(?! is not accepted before)"
     r"|Expected a dot import path string: (?P<class>\S+)"
     r"|module '(?P<module>[\w.]+)' has no attribute '(?P<attribute>\w+)'"
@@ -303,6 +303,10 @@ def _forwarded_arguments(kind: type) -> list[str]:
     return [one for one in found if one not in own]
 
 
+# What options are called elsewhere.
+_OTHER_NAMES = {"seed": "seed_everything", "epochs": "max_epochs", "num_epochs": "max_epochs", "steps": "max_steps"}
+
+
 def _hints(parser: ArgumentParser, message: str) -> list[str]:
     """Return lines that say what to write instead of what ``message`` refuses: the nearest word, if anything is."""
     unknown = _UNKNOWN.search(message)
@@ -321,11 +325,16 @@ def _hints_for(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> 
     group, _, name = _name_in(unknown).rpartition(".")
     if group.endswith("trainer") and (instead := instead_of_removed(name)):
         return [f"{instead} In a config or on the command line, these are options of trainer."]
+    group, _, inner = group.partition(".")
+    own = [option for option in parser._option_string_actions if group and option.startswith(f"--{group}.")]
+    listed = [f"Options of {group}: {', '.join(own)}."] if 0 < len(own) < 20 else []
+    if unknown["key"] and "init_args" in (name, inner):
+        return ["Leave class_path and init_args out: the class is fixed, and its arguments stand below it.", *listed]
     near = _nearest(parser, message, unknown)
-    if near and near != f"--{group}.{name}":
-        own = [option for option in parser._option_string_actions if group and option.startswith(f"--{group}.")]
-        others = [f"Options of {group}: {', '.join(own)}."] if near not in own and 0 < len(own) < 20 else []
-        return [*others, f"Did you mean {near}?"]
+    if near and (near != f"--{group}.{name}" or near not in message):
+        return [*([] if near in own else listed), f"Did you mean {near}?"]
+    if listed and not near:
+        return listed
     if _NO_CLASS.search(message):
         return [f"Choose a class first, as in --{_KEY.findall(message)[-1]}=Name."]
     if unknown["command"] or near:
@@ -341,7 +350,8 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     action = parser._subcommands_action
     subcommands = dict(action.choices) if action is not None else {}
     if unknown["command"]:
-        return nearest(unknown["command"], subcommands)
+        of_others = {"train": "fit", "eval": "validate", "evaluate": "validate"}
+        return nearest(unknown["command"], subcommands) or of_others.get(unknown["command"])
     if unknown["class"]:
         option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
         return nearest(unknown["class"], _subclass_names(classes_in(getattr(option, "_typehint", None))))
@@ -355,7 +365,7 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
         return nearest(leaf, itertools.chain.from_iterable(map(_argument_names, named)))
     options = [name for one in (parser, *subcommands.values()) for name in one._option_string_actions]
     leaves = [name.removeprefix("--").rpartition(".")[2] for name in options]
-    found = nearest("seed_everything" if leaf == "seed" and leaf not in leaves else leaf, leaves)
+    found = nearest(leaf if leaf in leaves else _OTHER_NAMES.get(leaf, leaf), leaves)
     same = [name for name in options if name.removeprefix("--").rpartition(".")[2] == found]
     return min(same, key=lambda name: not name.startswith(f"--{group}."), default=None)
 

@@ -428,6 +428,8 @@ class Fabric(RuntimeView):
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
+        # Tests and programs replace methods of the strategy.
+        self._runtime.detect_overrides()
         self._set_matmul_precision()
         if move_to_device:
             self.strategy.sharding.check_devices(original, f"Fabric.{method}()")
