@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hasten.commands import main
 from hasten.loggers import CSVLogger
 from hasten_tools.report import page
 from hasten_tools.report.goodput import TimeOfRun
@@ -90,7 +91,9 @@ def test_the_page_shows_the_parts_and_the_share(tmp_path: Path) -> None:
     assert "Repeated steps" in html
 
 
-def test_an_attempt_in_another_folder_is_found_by_its_checkpoint(tmp_path: Path) -> None:
+def test_an_attempt_in_another_folder_is_found_by_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, after = tmp_path / "version_0", tmp_path / "version_1"
     (before / "checkpoints").mkdir(parents=True)
     after.mkdir()
@@ -100,6 +103,10 @@ def test_an_attempt_in_another_folder_is_found_by_its_checkpoint(tmp_path: Path)
     resumed = {**TWO_ATTEMPTS[6], "cwd": str(tmp_path), "resumed_from": "version_0/checkpoints/a.ckpt"}
     (after / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (resumed, *TWO_ATTEMPTS[7:])))
     assert read_run(after).spent.seconds() == time_of(TWO_ATTEMPTS).seconds()
+    assert main(["report", str(after)]) == 0
+    assert f"hasten report {before} {after} shows both" in capsys.readouterr().err
+    assert main(["report", str(before), str(after), "-o", str(tmp_path / "both.html")]) == 0
+    assert "shows both" not in capsys.readouterr().err
     # The folder may be gone.
     (before / "run.jsonl").unlink()
     assert len(read_run(after).spent.attempts) == 1

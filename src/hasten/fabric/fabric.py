@@ -815,6 +815,10 @@ class Fabric(RuntimeView):
             weights_only: see ``load``.
 
         """
+        if not hasattr(obj, "load_state_dict"):
+            what = f"Fabric.load_raw(obj={shown(obj)}): use a module or an optimizer, not {type(obj).__name__}."
+            fix = "Write fabric.load(path, state) for a dict of them."
+            raise make_error(TypeError, what, fix=fix, argument="obj")
         self._load_into(obj, self._runtime.load(path, weights_only=weights_only), strict=strict, path=path)
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:

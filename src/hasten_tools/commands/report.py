@@ -35,6 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     for run in runs:
         for problem in run.problems:
             print(f"{run.name}: {problem}", file=sys.stderr)
+        before = run.continues
+        if before is not None and all(before != other.folder.resolve() for other in runs):
+            print(
+                f"{run.name} continues the run in {before}, whose curves are not on this page. "
+                f"hasten report {before} {run.folder} shows both.",
+                file=sys.stderr,
+            )
     print(output)
     return 0
 

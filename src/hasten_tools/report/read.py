@@ -53,6 +53,7 @@ class RecordedRun:
         ends: how each attempt ended; None where it is not known.
         last_time: when the last line was written, in seconds since 1970.
         problems: sentences about what is missing or could not be read.
+        continues: the folder of the run from whose checkpoint this one went on; None where it is not another one.
 
     """
 
@@ -72,6 +73,7 @@ class RecordedRun:
     ends: list[dict[str, Any] | None] = field(default_factory=list)
     last_time: float | None = None
     problems: list[str] = field(default_factory=list)
+    continues: Path | None = None
 
     def keys(self) -> list[str]:
         """Return what ``series`` can give: the names logged, then learning rates and speeds."""
@@ -340,6 +342,7 @@ def _add_earlier_attempts(run: RecordedRun, path: Path, start: dict[str, Any]) -
             break
         files.append(found)
         starts.append(first)
+        run.continues = files[1].parent
     for place in range(len(files) - 1, 0, -1):
         for line in filter(None, map(_parsed, _lines(files[place]))):
             # What another fit wrote there since is not of this run.
