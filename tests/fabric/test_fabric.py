@@ -411,6 +411,10 @@ def test_entries_can_be_filtered(fabric: L.Fabric, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         fabric.load(tmp_path / "a.ckpt", {"model": model})
     assert fabric.load(tmp_path / "a.ckpt", {"model": model, "m": 2}, strict=False) == {"n": 1}
+    with warned(UserWarning, says=("'net'", "nothing is loaded", "'model', 'n'"), fix="in state"):
+        fabric.load(tmp_path / "a.ckpt", {"net": model}, strict=False)
+    with refused(TypeError, "obj", fix="fabric.load(path, state)"):
+        fabric.load_raw(tmp_path / "a.ckpt", {"model": model})  # type: ignore[arg-type]
     with refused(KeyError, fix="'model'"):
         fabric.load(tmp_path / "a.ckpt", {"modle": Model()})
 

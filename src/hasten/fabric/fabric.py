@@ -799,6 +799,12 @@ class Fabric(RuntimeView):
         contents = self._runtime.load(path, weights_only=weights_only)
         if state:
             check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
+            if not strict and contents.keys().isdisjoint(state):
+                rank_zero_warn(
+                    f"Fabric.load(strict=False): {os.fspath(path)} has none of {', '.join(map(repr, state))}, and "
+                    f"nothing is loaded. It has: {', '.join(map(repr, contents))}.",
+                    fix="Use these names in state.",
+                )
             contents = restore_objects(state, contents, self._load_into, strict=strict, path=path)
         self._runtime.barrier("load")
         return contents
@@ -816,7 +822,7 @@ class Fabric(RuntimeView):
 
         """
         if not hasattr(obj, "load_state_dict"):
-            what = f"Fabric.load_raw(obj={shown(obj)}): use a module or an optimizer, not {type(obj).__name__}."
+            what = f"Fabric.load_raw(obj={check.shown(obj)}): use a module or an optimizer, not {type(obj).__name__}."
             fix = "Write fabric.load(path, state) for a dict of them."
             raise make_error(TypeError, what, fix=fix, argument="obj")
         self._load_into(obj, self._runtime.load(path, weights_only=weights_only), strict=strict, path=path)
