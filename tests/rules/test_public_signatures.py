@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hasten
+from hasten._lib.names import Elsewhere
 from hasten.extend.origin import ROOTS
 from hasten.module.log_methods import Unlisted
 
@@ -85,7 +86,7 @@ def members_of(cls: type) -> dict[str, str]:
     plain = {
         name: member.__func__ if isinstance(member, classmethod | staticmethod | Unlisted) else member
         for name, member in sorted(found.items())
-        if not name.startswith("_")
+        if not name.startswith("_") and not isinstance(member, Elsewhere)
     }
     return {name: signature_of(member) if inspect.isfunction(member) else "" for name, member in plain.items()}
 

@@ -417,7 +417,7 @@ _METHODS_ELSEWHERE: dict[str, dict[str, str]] = {
 }
 
 
-class _Elsewhere:
+class Elsewhere:
     """An attribute that a class does not have; reading it says what to write, and subclasses may have it."""
 
     def __init__(self, name: str, fix: str) -> None:
@@ -431,7 +431,7 @@ class _Elsewhere:
 def explain_absent_names(cls: _Class) -> _Class:
     """Have reads of names that other libraries have say what to write; as a decorator of a class."""
     for name, fix in _METHODS_ELSEWHERE[cls.__name__].items():
-        setattr(cls, name, _Elsewhere(name, fix))
+        setattr(cls, name, Elsewhere(name, fix))
     return cls
 
 

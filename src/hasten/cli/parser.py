@@ -325,21 +325,24 @@ def _hints_for(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> 
     group, _, name = _name_in(unknown).rpartition(".")
     if group.endswith("trainer") and (instead := instead_of_removed(name)):
         return [f"{instead} In a config or on the command line, these are options of trainer."]
-    group, _, inner = group.partition(".")
-    own = [option for option in parser._option_string_actions if group and option.startswith(f"--{group}.")]
-    listed = [f"Options of {group}: {', '.join(own)}."] if 0 < len(own) < 20 else []
-    if unknown["key"] and "init_args" in (name, inner):
-        return ["Leave class_path and init_args out: the class is fixed, and its arguments stand below it.", *listed]
     near = _nearest(parser, message, unknown)
-    if near and (near != f"--{group}.{name}" or near not in message):
-        return [*([] if near in own else listed), f"Did you mean {near}?"]
-    if listed and not near:
-        return listed
+    if near != f"--{group}.{name}" or near not in message:
+        lines = _options_of(parser, group.partition(".")[0], near)
+        if unknown["key"] and (name == "init_args" or group.endswith(".init_args")):
+            return ["Leave class_path and init_args out: the class is fixed, and its arguments stand below it.", *lines]
+        if near or lines:
+            return [*lines, f"Did you mean {near}?"] if near else lines
     if _NO_CLASS.search(message):
         return [f"Choose a class first, as in --{_KEY.findall(message)[-1]}=Name."]
     if unknown["command"] or near:
         return ["The subcommand comes before the options, as in: fit --trainer.max_epochs 3"]
     return []
+
+
+def _options_of(parser: ArgumentParser, group: str, near: str | None) -> list[str]:
+    """Return a line with the options of a group, unless the nearest option is one of them."""
+    own = [option for option in parser._option_string_actions if group and option.startswith(f"--{group}.")]
+    return [f"Options of {group}: {', '.join(own)}."] if near not in own and 0 < len(own) < 20 else []
 
 
 def _name_in(unknown: re.Match[str]) -> str:

@@ -24,7 +24,7 @@ from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, n
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of, whole
 from hasten.arguments import Arguments
-from hasten.extend.origin import comes_from, mentions
+from hasten.extend.origin import comes_from, mentions, names_in
 from hasten.hooks import nothing, overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -165,10 +165,9 @@ def check_fit(run: Run) -> None:
         if run.module.automatic_optimization:
             batches = run.window.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
-    code = getattr(type(run.module).training_step, "__code__", None)
-    # The names alone: this runs in every fit.
-    if code is not None and run.optimizers and not _OF_TRAINER.isdisjoint(code.co_names):
-        _warn_of_work_done_twice(run, code.co_names)
+    names = names_in(type(run.module).training_step)
+    if run.optimizers and not _OF_TRAINER.isdisjoint(names):
+        _warn_of_work_done_twice(run, names)
     if not run.optimizers and run.arguments.on_bad_loss in ("skip", "rewind"):
         raise MisconfigurationException(
             f"Trainer(on_bad_loss={run.arguments.on_bad_loss!r}): configure_optimizers() returned no optimizer, so "
@@ -183,7 +182,7 @@ _CLIPPING = frozenset(("clip_grad_norm_", "clip_grad_value_", "clip_gradients"))
 _OF_TRAINER = _CLIPPING | {"backward", "zero_grad", "scale"}
 
 
-def _warn_of_work_done_twice(run: Run, names: tuple[str, ...]) -> None:
+def _warn_of_work_done_twice(run: Run, names: frozenset[str]) -> None:
     """Warn of a training_step whose code uses these names for work that is the Trainer's, and changes its result."""
     batches, micro_batch = run.window.accumulate_grad_batches, run.arguments.speed.micro_batch
     if not run.module.automatic_optimization:

@@ -296,22 +296,26 @@ def warn_of_schedulers(
     if configs:
         _warn_of_counts([config.scheduler for config in configs], owner)
     for config in configs if automatic else ():
-        for function in getattr(config.scheduler, "lr_lambdas", ()):
-            steps = getattr(function, "keywords", {}).get("num_training_steps", 0)
-            if config.interval == "epoch" and isinstance(steps, int) and steps > max_epochs:
-                rank_zero_warn(
-                    f"{owner}.configure_optimizers(): the scheduler was made for {steps} steps, and steps per epoch.",
-                    fix="Did you mean {'scheduler': scheduler, 'interval': 'step'}?",
-                )
-        steps = _warm_up_of(config.scheduler)
-        # A fit of one epoch may be a trial.
-        if config.interval == "epoch" and 1 < max_epochs < steps / 10:
-            rank_zero_warn(
-                f"{owner}.configure_optimizers(): the warm-up of {type(config.scheduler).__name__} takes {steps} "
-                f"steps, and it steps once per epoch, of which there are {max_epochs}.",
-                PossibleUserWarning,
-                fix="Did you mean {'scheduler': scheduler, 'interval': 'step'}?",
-            )
+        if config.interval == "epoch":
+            _warn_of_epochs(config.scheduler, f"{owner}.configure_optimizers()", max_epochs)
+
+
+def _warn_of_epochs(scheduler: Any, where: str, max_epochs: float) -> None:
+    """Warn of a scheduler that steps once per epoch and was made for more steps than there are epochs."""
+    fix = "Did you mean {'scheduler': scheduler, 'interval': 'step'}?"
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        steps = getattr(function, "keywords", {}).get("num_training_steps", 0)
+        if isinstance(steps, int) and steps > max_epochs:
+            rank_zero_warn(f"{where}: the scheduler was made for {steps} steps, and steps per epoch.", fix=fix)
+    steps = _warm_up_of(scheduler)
+    # A fit of one epoch may be a trial.
+    if 1 < max_epochs < steps / 10:
+        rank_zero_warn(
+            f"{where}: the warm-up of {type(scheduler).__name__} takes {steps} steps, and it steps once per epoch, of "
+            f"which there are {max_epochs}.",
+            PossibleUserWarning,
+            fix=fix,
+        )
 
 
 def _warm_up_of(scheduler: Any) -> int:

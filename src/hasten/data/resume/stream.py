@@ -239,16 +239,11 @@ class Stream:
                         batch = next(iterator, _END)
                     if batch is _END:
                         position.exhausted = True
-                        if certain is not None:
-                            self._warn_of_early_end(number - 1, certain)
-                        else:
-                            self._compare_with_length(number - 1, length)
+                        self._compare_with_length(number - 1, length, certain)
                         break
                 is_last = number == end
                 if certain is None and not is_last and number >= may_end_at:
                     is_last = self._ends_with(number, length, iterator)
-                    if is_last:
-                        self._compare_with_length(number, length)
                 elif is_last and exhausts:
                     self._end_data(number, iterator)
                 position.consumed, position.last, position.finished = number, batch, is_last
@@ -283,16 +278,16 @@ class Stream:
             rank_zero_warn(what, fix=fix)
         return batch
 
-    def _warn_of_early_end(self, count: int, certain: int) -> None:
-        rank_zero_warn(
-            f"{self.name} ended after {count} of its {certain} batches: its dataset or collate function raised "
-            "StopIteration, which ends an epoch without an error.",
-            fix="Raise another error there, and call next(iterator, None) instead of next(iterator).",
-        )
-
-    def _compare_with_length(self, count: int, length: int | None) -> None:
+    def _compare_with_length(self, count: int, length: int | None, certain: int | None = None) -> None:
+        """Warn of data that have ended before their length, which may be ``certain``."""
+        if certain is not None:
+            rank_zero_warn(
+                f"{self.name} ended after {count} of its {certain} batches: its dataset or collate function raised "
+                "StopIteration, which ends an epoch without an error.",
+                fix="Raise another error there, and call next(iterator, None) instead of next(iterator).",
+            )
         # Each worker of a stream may drop its last samples.
-        if count + getattr(self.loader, "num_workers", 0) < (length or 0):
+        elif count + getattr(self.loader, "num_workers", 0) < (length or 0):
             warn_once(
                 f"fewer-batches-{self.name}-{length}",
                 f"{self.name} ends after {count} batches, and its length says {length}: schedules and progress bars "
@@ -317,7 +312,9 @@ class Stream:
             position.prefetched_state = {**state, "source": self._source.state(number)}
             position.prefetched = next(iterator, _END)
         is_last = position.exhausted = position.prefetched is _END
-        if not is_last and number == length and self._replays:
+        if is_last:
+            self._compare_with_length(number, length)
+        elif number == length and self._replays:
             warn_once(
                 f"more-batches-{self.name}",
                 f"{self.name} gives more batches than its length of {length} says, and all are read. "
