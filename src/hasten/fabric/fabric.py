@@ -428,8 +428,9 @@ class Fabric(RuntimeView):
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
-        # Tests and programs replace methods of the strategy.
-        self._runtime.detect_overrides()
+        # Programs replace methods of the strategy, and so do tests of theirs.
+        if not {"pre_backward", "backward", "post_backward", "optimizer_step"}.isdisjoint(vars(self.strategy)):
+            self._runtime.detect_overrides()
         self._set_matmul_precision()
         if move_to_device:
             self.strategy.sharding.check_devices(original, f"Fabric.{method}()")
