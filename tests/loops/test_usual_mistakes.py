@@ -806,12 +806,14 @@ def test_names_that_other_libraries_have_are_answered_by_what_to_write(name: str
     with refused(AttributeError, fix=fix):
         getattr(L.Trainer, name)
     assert not hasattr(trainer, name)
+    assert name not in dir(trainer)
 
     class Own(L.Trainer):
         pass
 
     setattr(Own, name, property(lambda self: self.max_epochs))
     assert getattr(Own(max_epochs=3, logger=False), name) == 3
+    assert name in dir(Own(max_epochs=3, logger=False))
 
 
 def test_names_of_accelerate_are_answered_with_those_of_fabric() -> None:

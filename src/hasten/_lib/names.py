@@ -432,7 +432,18 @@ def explain_absent_names(cls: _Class) -> _Class:
     """Have reads of names that other libraries have say what to write; as a decorator of a class."""
     for name, fix in _METHODS_ELSEWHERE[cls.__name__].items():
         setattr(cls, name, Elsewhere(name, fix))
+    setattr(cls, "__dir__", _present_names)  # noqa: B010 - for mypy, a class is no object with this method
     return cls
+
+
+def _present_names(instance: object) -> list[str]:
+    """Return the attributes that an object has, without those that only say what to write, for completion."""
+    kind = type(instance)
+    return [
+        name
+        for name in object.__dir__(instance)
+        if name in vars(instance) or not isinstance(inspect.getattr_static(kind, name, None), Elsewhere)
+    ]
 
 
 def without_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
