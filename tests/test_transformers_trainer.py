@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import errno
 import functools
+import itertools
 import os
+import pkgutil
 import re
 import signal
 import time
@@ -622,6 +625,12 @@ def test_a_checkpoint_has_the_weights_once_and_a_run_continues_from_it_as_if_it_
         again.train(resume_from_checkpoint=str(place))
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, again.model.state_dict()[name]), name
+    if kind is Adapter:
+        other = make()
+        with torch.no_grad():
+            other.model.read.weight.mul_(2)  # type: ignore[operator, union-attr]
+        with pytest.warns(UserWarning, match=r"other weights than this one, such as model.read.weight"):
+            other.train(resume_from_checkpoint=str(folder))
     again.trainer.save_checkpoint(tmp_path / "alone.ckpt")
     kept = torch.load(tmp_path / "alone.ckpt", weights_only=False)
     assert "elsewhere" not in kept
@@ -641,6 +650,95 @@ def test_a_checkpoint_has_the_weights_once_and_a_run_continues_from_it_as_if_it_
         broken.train()
     assert (folder / "model.safetensors").is_file()
     assert not (folder / "hasten.ckpt").exists()
+
+
+def test_files_of_a_checkpoint_that_have_changed_are_named_and_an_older_whole_one_is_taken(tmp_path: Path) -> None:
+    def make(**options: Any) -> TransformersTrainer:
+        args = arguments(tmp_path, num_train_epochs=1, save_steps=2, **options)
+        return TransformersTrainer(Tied(), args, train_dataset=DATA, eval_dataset=DATA, enable_model_summary=False)
+
+    best = make(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=1e-2)
+    best.train()
+    assert best.state.best_global_step == 6
+    folder = tmp_path / "checkpoint-6"
+    whole = (folder / "model.safetensors").read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for changed, says in ((flipped, "by its checksum"), (whole[:middle], f"{middle} bytes instead of {len(whole)}")):
+        (folder / "model.safetensors").write_bytes(changed)
+        with refused(RuntimeError, says=f"{folder} is damaged: model.safetensors", fix="another checkpoint") as caught:
+            make().train(resume_from_checkpoint=str(folder))
+        assert says in str(caught.value)
+    again = make()
+    with pytest.warns(UserWarning, match=re.escape(f"A checkpoint is skipped: {folder} is damaged")):
+        again.train(resume_from_checkpoint=True)
+    # It has written a whole one in its place, with the weights of a run that was not stopped.
+    assert (folder / "model.safetensors").read_bytes() == whole
+
+    # The best weights are not those of a file that is damaged.
+    broken = make(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=1e-2)
+    broken.add_callback(Damages)
+    with refused(RuntimeError, says="model.safetensors is missing", fix="another checkpoint"):
+        broken.train()
+    # A copy may have times of its own.
+    for step in (2, 4):
+        os.utime(tmp_path / f"checkpoint-{step}" / "hasten.ckpt", (2e9 - step, 2e9 - step))
+    with pytest.warns(UserWarning, match="continues from .*checkpoint-2.*newer than .*checkpoint-4"):
+        make().train(resume_from_checkpoint=True)
+    for path in tmp_path.glob("checkpoint-*/model.safetensors"):
+        path.unlink()
+    with (
+        pytest.warns(UserWarning, match="is skipped"),
+        refused(RuntimeError, says="None of the 3 checkpoints", fix="begin anew"),
+    ):
+        make().train(resume_from_checkpoint=True)
+
+
+class Damages(transformers.TrainerCallback):  # type: ignore[misc]
+    """Removes the weights of the last checkpoint."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 6:
+            Path(state.best_model_checkpoint, "model.safetensors").unlink()
+
+
+def test_a_save_that_fails_at_any_moment_leaves_a_checkpoint_from_which_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(folder: str) -> TransformersTrainer:
+        args = arguments(tmp_path / folder, num_train_epochs=1, save_steps=2, save_total_limit=1)
+        return TransformersTrainer(Tied(), args, train_dataset=DATA, enable_model_summary=False)
+
+    whole = make("whole")
+    whole.train()
+    for name, call in (
+        ("hasten_tools.transformers.trainer.TransformersTrainer.save_model", 2),
+        ("hasten.checkpoint.files.add_checksum", 2),
+        ("transformers.TrainerState.save_to_json", 2),
+        ("shutil.rmtree", 1),
+    ):
+        broken, again = make(name), make(name)
+        with monkeypatch.context() as patched:
+            patched.setattr(name, fails_in_call(call, pkgutil.resolve_name(name)))
+            with pytest.raises(OSError, match="No space"):
+                broken.train()
+        again.train(resume_from_checkpoint=True)
+        for one, other in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+            assert torch.equal(one, other), name
+        # A checkpoint of hasten has all weights, also after a save that failed.
+        broken.trainer.save_checkpoint(tmp_path / "alone.ckpt")
+        assert "elsewhere" not in torch.load(tmp_path / "alone.ckpt", weights_only=True)
+
+
+def fails_in_call(number: int, function: Any) -> Any:
+    calls = itertools.count(1)
+
+    def call(*args: Any, **given: Any) -> Any:
+        if next(calls) == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*args, **given)
+
+    return call
 
 
 @pytest.mark.skipif(OLD, reason="an older transformers calls other functions")

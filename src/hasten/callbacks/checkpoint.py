@@ -315,7 +315,7 @@ class ModelCheckpoint(Checkpoint):
         self._deferred = ranking.get("deferred", self._deferred)
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
-            if not self._default_folder:
+            if not self._default_folder and self.save_top_k:
                 rank_zero_warn(
                     f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
                     "starts; only best_model_path is kept.",

@@ -262,8 +262,10 @@ def found_by_first(strategy: Strategy, look: Callable[[], list[str]]) -> tuple[l
     return strategy.broadcast((found, failure))
 
 
-def first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
-    """Return the first of the first process's paths that is whole; warn of those before.
+def first_whole(
+    paths: list[str], reader: CheckpointIO, strategy: Strategy, *, verify: Callable[..., None] = files.verify
+) -> str | None:
+    """Return the first of the first process's paths that ``verify`` finds whole; warn of those before.
 
     Files of weights alone, which cannot be resumed, come last.
     """
@@ -278,7 +280,7 @@ def first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> s
             continue
         problem = None
         try:
-            files.verify(path, share=(strategy.global_rank, strategy.world_size))
+            verify(path, share=(strategy.global_rank, strategy.world_size))
         except (RuntimeError, OSError, ValueError) as error:
             problem = str(error)
         problems = [each for each in strategy.gather_objects(problem) if each is not None]

@@ -127,12 +127,7 @@ class Folder:
         """Raise CheckpointDamaged if a file differs from what was written; each is read for that once."""
         if name in self._checked:
             return
-        checksum = 0
-        if name in self._sums:
-            with self._shards.open(name, "rb") as file:
-                while block := file.read(1 << 20):
-                    checksum = zlib.crc32(block, checksum)
-        if name not in self._sums or checksum != self._sums[name][1]:
+        if name not in self._sums or checksum_of(self._shards, name) != self._sums[name][1]:
             raise CheckpointDamaged(f"{self.place} is damaged: {name} differs from what was written, by its checksum.")
         self._checked.add(name)
 
@@ -188,6 +183,15 @@ def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:
         if present[name] != size:
             return f"{name} has {present[name]} bytes instead of {size}"
     return None
+
+
+def checksum_of(place: Place, name: str) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
+    with place.open(name, "rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 class StoredTensor:
