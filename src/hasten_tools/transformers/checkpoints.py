@@ -51,7 +51,7 @@ def leave_out(checkpoint: dict[str, Any], folder: str, frozen: Iterable[str], *,
 
     """
     weights, place = checkpoint["state_dict"], LocalPlace(folder)
-    frozen_names = [name for each in frozen if (name := f"{prefix}{each}") in weights]
+    frozen_names = [name for each in sorted(frozen) if (name := f"{prefix}{each}") in weights]
     sums: dict[str, tuple[int, int]] = {}
     # Tied weights have several names, of which a file has one.
     places: dict[Any, tuple[str, str]] = {}

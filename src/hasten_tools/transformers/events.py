@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from hasten import LightningModule, Trainer
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Events(Callback):
     def __init__(self, owner: TransformersTrainer) -> None:
         self.owner, self.fits, self.ignored = owner, False, cast("list[str] | None", None)
         self.scheduler_state = cast("dict[str, Any] | None", None)
+        # The optimizer steps of an epoch, now and in the run that is resumed; None if they are not known.
+        self.epoch_steps = self.earlier_epoch_steps = cast("int | None", None)
 
     def call(self, event: str, **given: Any) -> None:
         owner = self.owner
@@ -44,11 +47,13 @@ class Events(Callback):
     def state_dict(self) -> dict[str, Any]:
         owner = self.owner
         scheduler = owner.lr_scheduler.state_dict() if owner.waits_for_metric() else None
-        return {"state": dataclasses.asdict(owner.state), "scheduler": scheduler}
+        return {"state": dataclasses.asdict(owner.state), "scheduler": scheduler, "epoch_steps": self.epoch_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.owner.state = type(self.owner.state)(**state_dict["state"])
         self.scheduler_state = state_dict.get("scheduler")
+        # That of hasten 0.2 does not have it.
+        self.earlier_epoch_steps = state_dict.get("epoch_steps")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         from transformers import TrainerCallback
@@ -63,6 +68,8 @@ class Events(Callback):
         self.batches = each if math.isfinite(each) else state.max_steps * args.gradient_accumulation_steps
         steps = math.ceil(self.batches / args.gradient_accumulation_steps)
         state.num_train_epochs = math.ceil(state.max_steps / steps) if math.isfinite(each) else sys.maxsize
+        self.epoch_steps = steps if math.isfinite(each) else None
+        self._warn_of_other_steps()
         state.train_batch_size, trial = args.train_batch_size, cast(Any, owner)._trial
         if trial is not None:
             from transformers.integrations import hp_params
@@ -91,6 +98,16 @@ class Events(Callback):
         progress = trainer.current_run.progress
         if progress.mid_epoch and not progress.last_batch:
             self.on_train_epoch_start(trainer, pl_module)
+
+    def _warn_of_other_steps(self) -> None:
+        before, now, state = self.earlier_epoch_steps, self.epoch_steps, self.owner.state
+        self.earlier_epoch_steps = None
+        if before not in (None, now) and self.owner.args.max_steps <= 0:
+            rank_zero_warn(
+                f"An epoch of the run that is resumed had {before} steps, and has {now} now: the data, the size of the "
+                f"batches or the number of processes has changed. The learning rate is planned for {state.max_steps} "
+                f"steps, and {state.global_step} are done. Resume with the same, or write max_steps=..."
+            )
 
     def _in_step(self, event: str, *_: object) -> None:
         self.call(event)

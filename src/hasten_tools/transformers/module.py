@@ -169,13 +169,15 @@ class TransformersModule(LightningModule):
 
     def result(self, loader: Any) -> EvalLoopOutput:
         """Return what the evaluation of a loader has found."""
-        from transformers.trainer_utils import EvalLoopOutput
+        from transformers.trainer_utils import EvalLoopOutput, has_length
 
         predictions, labels, *_ = self.found
         loss = self.trainer.callback_metrics.get(f"{self.prefix}_loss")
         losses = {} if loss is None else {f"{self.prefix}_loss": float(loss)}
-        data = getattr(loader, "dataset", None)
-        count = len(data) if isinstance(data, Sized) else self.samples
+        if isinstance(getattr(loader, "dataset", None), Sized):
+            count = len(loader.dataset)
+        else:
+            count = self.owner.num_examples(loader) if has_length(loader) else self.samples
         return EvalLoopOutput(predictions, labels, {**losses, **self.values}, count)
 
     # ``evaluate`` does what a validation does, also where a fit has none.

@@ -160,7 +160,6 @@ class TransformersTrainer:
     _finish_current_push = _borrowed("_finish_current_push")
     _push_from_checkpoint = _borrowed("_push_from_checkpoint")
     # the search of hyperparameters.
-    hyperparameter_search = _borrowed("hyperparameter_search")
     _get_output_dir = _borrowed("_get_output_dir")
     _hp_search_setup = _borrowed("_hp_search_setup")
     _report_to_hp_search = _borrowed("_report_to_hp_search")
@@ -218,6 +217,7 @@ class TransformersTrainer:
         self.optimizer_cls_and_kwargs, self._created_lr_scheduler = optimizer_cls_and_kwargs, False
         self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
         self.state, self.control, self.hub_model_id = TrainerState(), TrainerControl(), None
+        self._signature_columns: list[str] | None = None
         self._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
         self.callback_handler = CallbackHandler([DefaultFlowCallback()], self.model, processing_class, *optimizers)
         self.events = Events(self)
@@ -255,6 +255,27 @@ class TransformersTrainer:
     # What the search of hyperparameters of transformers reads.
     hp_search_backend = hp_name = _trial = None
     is_deepspeed_enabled = is_fsdp_xla_v2_enabled = False
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], Any] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Search hyperparameters by the code of transformers, with optuna or wandb; the arguments are those there."""
+        from transformers.hyperparameter_search import default_hp_search_backend
+
+        backend = backend or default_hp_search_backend()
+        if backend == "ray":
+            what = "TransformersTrainer.hyperparameter_search(backend='ray'): ray copies a trainer to other processes, "
+            what += "and a TransformersTrainer cannot be copied."
+            raise make_error(ValueError, what, fix="Write backend='optuna', or 'wandb'.", argument="backend")
+        given = hp_space, compute_objective, n_trials, direction, backend, hp_name
+        return self._call("hyperparameter_search", *given, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: ``train`` makes a ``hasten.Trainer`` for the arguments of each trial."""
@@ -294,6 +315,7 @@ class TransformersTrainer:
         start = self._checkpoint_of(resume_from_checkpoint)
         self._prepare_model()
         self.model.train()
+        loader = self.get_train_dataloader()
         self._evaluated_at = -1
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
         noise: Any = nullcontext()
@@ -302,11 +324,13 @@ class TransformersTrainer:
             noise = cast(Any, self.model).get_input_embeddings().register_forward_hook(add)
         with noise:
             # Evaluations have loaders of their own.
-            trainer.fit(self.module, self.get_train_dataloader(), [[None]], ckpt_path=start)
+            trainer.fit(self.module, loader, [[None]], ckpt_path=start)
         steps, state = self.state.global_step - events.first_step, self.state
         self.model.train(self._evaluated_at != state.global_step)
-        size = args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
-        metrics = speed_metrics("train", began, num_samples=steps * size, num_steps=steps)
+        samples: float = steps * args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
+        if events.epoch_steps is not None and args.max_steps <= 0:
+            samples = self.num_examples(loader) * steps / events.epoch_steps
+        metrics = speed_metrics("train", began, num_samples=samples, num_steps=steps)
         metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = loss = (events.logged + float(events.total)) / max(steps, 1)
         self.log(metrics)
@@ -362,9 +386,9 @@ class TransformersTrainer:
         self._take_generation(generation)
         return cast("PredictionOutput", self._call("predict", test_dataset, ignore_keys, metric_key_prefix))
 
-    def _call(self, name: str, *given: Any) -> Any:
+    def _call(self, name: str, *given: Any, **more: Any) -> Any:
         """Call a method of ``transformers.Trainer`` that this class has, too."""
-        return vars(importlib.import_module("transformers").Trainer)[name](self, *given)
+        return vars(importlib.import_module("transformers").Trainer)[name](self, *given, **more)
 
     def evaluation_loop(
         self,
@@ -612,6 +636,10 @@ class TransformersTrainer:
             what = f"train(resume_from_checkpoint={given!r}): {none if folder.is_dir() else files.not_found(folder)}"
             fix = "Leave it out. Of a checkpoint of transformers, from_pretrained reads the model."
             raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
+        if not files.may_resume(start):
+            what = f"train(resume_from_checkpoint={given!r}): {start} has the weights alone, no state of a run."
+            fix = "Leave it out, and train the model of from_pretrained; write save_only_model=False for other runs."
+            raise make_error(ValueError, what, fix=fix, argument="resume_from_checkpoint")
         return start
 
     def _max_steps(self) -> Any:
@@ -667,10 +695,18 @@ class TransformersTrainer:
             given |= {"limit_val_batches": self._limit, "val_check_interval": f"{10**12}st"}
         return {**given, "callbacks": [*callbacks, self.events, *stopped]}
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Name the columns that batches keep; a subclass can override this, or set ``_signature_columns``."""
+        if self._signature_columns is None:
+            self._signature_columns = self.module.columns
+
     def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
         from transformers.trainer_utils import RemoveColumnsCollator
 
         args, collate = self.args, self.data_collator
+        if args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            collate = RemoveColumnsCollator(collate, self._signature_columns)
         # The order of transformers.Trainer.
         ordered = not training or isinstance(dataset, IterableDataset)
         sampler, shuffles = None if ordered else self._get_train_sampler(), False
@@ -684,7 +720,7 @@ class TransformersTrainer:
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
             sampler=sampler,
             shuffle=shuffles,
-            collate_fn=RemoveColumnsCollator(collate, self.module.columns) if args.remove_unused_columns else collate,
+            collate_fn=collate,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             **{
                 name: getattr(args, f"dataloader_{name}") for name in _OF_LOADERS if hasattr(args, f"dataloader_{name}")
