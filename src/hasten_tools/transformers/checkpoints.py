@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "hasten.ckpt"
 _ELSEWHERE = "elsewhere"
+# What a folder is called while it is removed.
+_REMOVED = ".*.removed"
 
 
 def frozen_weights(model: nn.Module) -> set[str]:
@@ -75,13 +77,13 @@ def leave_out(checkpoint: dict[str, Any], folder: str, frozen: Iterable[str], *,
         del weights[name]
 
 
-def put_back(checkpoint: dict[str, Any], folder: str, model_weights: Mapping[str, Tensor]) -> set[str]:
+def put_back(checkpoint: dict[str, Any], folder: str, module: nn.Module) -> set[str]:
     """Put the weights into a checkpoint that ``leave_out`` has left out; return the names of those that are frozen.
 
     Args:
         checkpoint: what ``hasten.ckpt`` has; that of hasten 0.2 has all weights.
         folder: the folder that it is in.
-        model_weights: the weights of the model: the frozen ones are taken from there.
+        module: what the checkpoint is for: frozen weights are taken from there.
 
     Raises:
         CheckpointDamaged: a file is missing, or differs from what was written.
@@ -95,10 +97,10 @@ def put_back(checkpoint: dict[str, Any], folder: str, model_weights: Mapping[str
     opened = {file: _opened(Path(folder, file)) for file in left["files"]}
     for name, (file, name_there) in left["weights"].items():
         weights[name] = opened[file].get_tensor(name_there)
-    others = []
+    others, present = [], module.state_dict() if left["frozen"] else {}
     for name, sample in left["frozen"].items():
-        if name in model_weights:
-            weights[name] = model_weights[name]
+        if name in present:
+            weights[name] = present[name]
             if _sample(weights[name]) != sample:
                 others.append(name)
     if others:
@@ -167,9 +169,14 @@ def by_age(paths: Iterable[str | Path]) -> list[str]:
 
 
 def remove(folder: str) -> None:
-    """Remove the folder of a checkpoint; at no moment does a part of it count as one."""
-    files.remove(os.path.join(folder, STATE_FILE))
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder of a checkpoint; at no moment is a part of it taken for one, and no part stays."""
+    path = Path(folder)
+    removed = path.with_name(_REMOVED.replace("*", path.name))
+    for left in path.parent.glob(_REMOVED):
+        shutil.rmtree(left, ignore_errors=True)  # A run was killed there.
+    with suppress(OSError):  # On Windows a file of it may be open; the next save tries it again.
+        os.rename(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _step_of(path: str) -> int:
@@ -179,10 +186,10 @@ def _step_of(path: str) -> int:
 
 def _check_files(sums: Mapping[str, tuple[int, int]], folder: str) -> None:
     place = LocalPlace(folder or ".")
+    # A path that leads out of the folder counts as missing.
     problem = missing(place, sums)
     for name, (_, checksum) in sums.items() if problem is None else ():
-        # Only a name is used: a path could lead elsewhere.
-        if checksum_of(place, os.path.basename(name)) != checksum:
+        if checksum_of(place, name) != checksum:
             problem = f"{name} differs from what was written, by its checksum"
     if problem is not None:
         fix = "Resume from another checkpoint. Copy such folders whole, and save models of your own to other ones."

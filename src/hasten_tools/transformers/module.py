@@ -86,7 +86,7 @@ class TransformersModule(LightningModule):
 
     def put_back(self, checkpoint: dict[str, Any], folder: str) -> None:
         """Put the weights into a checkpoint that are in other files of its folder."""
-        frozen = checkpoints.put_back(checkpoint, folder, self.state_dict())
+        frozen = checkpoints.put_back(checkpoint, folder, self)
         # What has trained in an earlier run is no weight of the frozen model.
         self._frozen &= {name.removeprefix("model.") for name in frozen}
 

@@ -339,7 +339,7 @@ class TransformersTrainer:
             self.module.put_back(saved, state.best_model_checkpoint)
             self.module.load_state_dict(saved["state_dict"])
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
-            self._remove_old([state.best_model_checkpoint])
+            self._remove_old({state.best_model_checkpoint}, limit=1)
         events.call("on_train_end")
         self._finish_current_push()
         self.is_in_train = False
@@ -612,18 +612,14 @@ class TransformersTrainer:
             if args.push_to_hub:
                 self._push_from_checkpoint(folder)
             if (args.save_total_limit or 0) > 0:
-                kept = {folder, state.best_model_checkpoint or folder}
-                others = [path for path in self._folders() if path not in kept]
-                self._remove_old([*others[len(others) + len(kept) - max(args.save_total_limit, len(kept)) :], *kept])
+                self._remove_old({folder, state.best_model_checkpoint or folder}, limit=args.save_total_limit)
 
-    def _folders(self) -> list[str]:
-        """Return the folders of checkpoints, the oldest first."""
-        return checkpoints.folders(self._get_output_dir(self._trial))
-
-    def _remove_old(self, kept: list[str]) -> None:
-        for path in self._folders() if self.trainer.is_global_zero else ():
-            if path not in kept:
-                checkpoints.remove(path)
+    def _remove_old(self, kept: set[str], *, limit: int) -> None:
+        """Remove the oldest folders of checkpoints that need not be kept, until there are as many as the limit."""
+        others = [path for path in checkpoints.folders(self._get_output_dir(self._trial)) if path not in kept]
+        room = max(limit - len(kept), 0)
+        for path in others[: max(len(others) - room, 0)] if self.trainer.is_global_zero else ():
+            checkpoints.remove(path)
 
     def _checkpoint_of(self, given: str | bool | None) -> str | None:
         """Return the file with the state of the run to resume; that of a run that was stopped may be the newest."""
