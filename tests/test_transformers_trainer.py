@@ -25,7 +25,7 @@ from torch import nn
 from hasten.callbacks import EarlyStopping, ModelCheckpoint
 from hasten.transformers import TransformersTrainer
 from tests.docs.blocks import ROOT
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it")
@@ -664,7 +664,7 @@ def test_a_checkpoint_has_the_weights_once_and_a_run_continues_from_it_as_if_it_
         other = make()
         with torch.no_grad():
             other.model.read.weight.mul_(2)  # type: ignore[operator, union-attr]
-        with pytest.warns(UserWarning, match=r"other weights than this one, such as model.read.weight"):
+        with warned(UserWarning, says="model.read.weight", fix="Make the model of the weights"):
             other.train(resume_from_checkpoint=str(folder))
     again.trainer.save_checkpoint(tmp_path / "alone.ckpt")
     kept = torch.load(tmp_path / "alone.ckpt", weights_only=False)
@@ -704,11 +704,11 @@ def test_files_of_a_checkpoint_that_have_changed_are_named_and_an_older_whole_on
         with refused(RuntimeError, says=f"{folder} is damaged: model.safetensors", fix="another checkpoint") as caught:
             make().train(resume_from_checkpoint=str(folder))
         assert says in str(caught.value)
-    with pytest.warns(UserWarning, match="had 6 steps, and has 11 now"):
+    with warned(UserWarning, says="had 6 steps, and has 11 now", fix="max_steps=..."):
         make(per_device_train_batch_size=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     (folder / "model.safetensors").write_bytes(whole[:middle])
     again = make()
-    with pytest.warns(UserWarning, match=re.escape(f"A checkpoint is skipped: {folder} is damaged")):
+    with warned(UserWarning, says=f"{folder} is damaged"):
         again.train(resume_from_checkpoint=True)
     # It has written a whole one in its place, with the weights of a run that was not stopped.
     for one, other in zip(best.model.state_dict().values(), again.model.state_dict().values(), strict=True):
@@ -722,12 +722,12 @@ def test_files_of_a_checkpoint_that_have_changed_are_named_and_an_older_whole_on
     # A copy may have times of its own.
     for step in (2, 4):
         os.utime(tmp_path / f"checkpoint-{step}" / "hasten.ckpt", (2e9 - step, 2e9 - step))
-    with pytest.warns(UserWarning, match="continues from .*checkpoint-2.*newer than .*checkpoint-4"):
+    with warned(UserWarning, says=("checkpoint-2", "checkpoint-4"), fix="resume_from_checkpoint=..."):
         make().train(resume_from_checkpoint=True)
     for path in tmp_path.glob("checkpoint-*/model.safetensors"):
         path.unlink()
     with (
-        pytest.warns(UserWarning, match="is skipped"),
+        warned(UserWarning, says="model.safetensors is missing"),
         refused(RuntimeError, says="None of the 3 checkpoints", fix="begin anew"),
     ):
         make().train(resume_from_checkpoint=True)

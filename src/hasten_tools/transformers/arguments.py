@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from hasten._lib.errors import make_error
 from hasten._lib.names import nearest
@@ -15,6 +16,9 @@ from hasten.loggers import CometLogger, MLFlowLogger, TensorBoardLogger, WandbLo
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
+DataSets = Samples | dict[str, Samples] | None
 
 # The fields of TrainingArguments that are read, by what they are about, as on the page docs/start/transformers.md.
 # Any other is refused if it has been changed.
@@ -31,7 +35,8 @@ _READ_BY_TOPIC = {
     "data": """
         data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
         dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor label_names
-        per_device_eval_batch_size per_device_train_batch_size remove_unused_columns train_sampling_strategy
+        length_column_name per_device_eval_batch_size per_device_train_batch_size remove_unused_columns
+        train_sampling_strategy
     """,
     "evaluation": """
         eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy
@@ -58,7 +63,7 @@ _READ_BY_TOPIC = {
     """,
     # It copies the last three to the fields that took their place.
     "transformers 4": """
-        group_by_length length_column_name logging_dir overwrite_output_dir warmup_ratio
+        group_by_length logging_dir overwrite_output_dir warmup_ratio
         adafactor evaluation_strategy no_cuda
     """,
 }
@@ -86,6 +91,7 @@ LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
 
 
 def precision_of(args: TrainingArguments) -> str | None:
+    """Return the precision under the name that it has in hasten; None for the default."""
     # accelerate launch may say it, too.
     mixed = vars(args).get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else mixed
@@ -106,7 +112,12 @@ def check_overrides(kind: type[Any], base: type[Any]) -> None:
                 raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
 
 
-def check_given(model: Any, model_init: object, eval_dataset: object, args: TrainingArguments) -> None:
+def check_given(
+    model: nn.Module | None,
+    model_init: Callable[[], nn.Module] | None,
+    eval_dataset: DataSets,
+    args: TrainingArguments,
+) -> None:
     """Refuse two models, none, and an evaluation without data."""
     if (model is None) is (model_init is None):
         what = f"TransformersTrainer: there is {'no model' if model is None else 'a model and model_init, too'}."
@@ -115,7 +126,7 @@ def check_given(model: Any, model_init: object, eval_dataset: object, args: Trai
         raise missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
 
 
-def check_model(model: object, args: TrainingArguments) -> None:
+def check_model(model: nn.Module | str | None, args: TrainingArguments) -> None:
     """Refuse the name of a model, and one whose labels cannot be smoothed."""
     if not isinstance(model, nn.Module):
         what = f"TransformersTrainer(model={model!r}): it must be a model, not a {type(model).__name__}."
@@ -137,15 +148,19 @@ def check_names(unknown: set[str], known: Iterable[str], args: TrainingArguments
 
 
 def missing(what: str, name: str) -> ValueError:
+    """Return the error for data that is not there."""
     return make_error(ValueError, f"TransformersTrainer: {what} needs data.", fix=f"Give {name}=...", argument=name)
 
 
-def refused(name: str, value: object, fix: str) -> ValueError:
+def refused(args: TrainingArguments, name: str, fix: str) -> ValueError:
+    """Return the error for a field whose value is not read."""
+    value = getattr(args, name)
     written = f"TrainingArguments({name}={getattr(value, 'value', value)!r})"
     return make_error(ValueError, f"{written}: TransformersTrainer does not have this.", fix=fix, argument=name)
 
 
 def values_of(args: TrainingArguments) -> dict[str, Any]:
+    """Return all fields with their values."""
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
 
 
@@ -155,10 +170,10 @@ def check_fields(args: TrainingArguments) -> None:
     for name, value in values_of(args).items():
         if name not in _READ and value != getattr(plain, name):
             instead = f", and {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise refused(name, value, f"Leave it out{instead}.")
+            raise refused(args, name, f"Leave it out{instead}.")
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             what = f"accelerate was told to use {name}, and TransformersTrainer does not read this."
             raise make_error(ValueError, what, fix=_INSTEAD.get(name.lower(), "Leave it out."))
-    if (strategy := vars(args).get("train_sampling_strategy")) == "batch_rebalance":
-        raise refused("train_sampling_strategy", strategy, "Use another.")
+    if vars(args).get("train_sampling_strategy") == "batch_rebalance":
+        raise refused(args, "train_sampling_strategy", "Use another.")

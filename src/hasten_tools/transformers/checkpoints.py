@@ -105,8 +105,8 @@ def put_back(checkpoint: dict[str, Any], folder: str, module: nn.Module) -> set[
                 others.append(name)
     if others:
         rank_zero_warn(
-            f"{folder} has an adapter of a model with other weights than this one, such as {others[0]}. "
-            "The results will differ. Make the model of the weights, and of the type, that it had when it was trained."
+            f"{folder} has an adapter of a model with other weights than this one, such as {others[0]}.",
+            fix="Make the model of the weights, and of the type, that it had when it was trained.",
         )
     return set(left["frozen"])
 
@@ -152,8 +152,8 @@ def newest(folder: Path, trainer: Trainer) -> str | None:
     older = [path for path in found[found.index(start) + 1 :] if _step_of(path) > _step_of(start) >= 0]
     if older:
         rank_zero_warn(
-            f"The run continues from {start}, which is newer than {older[0]}. If the files were copied and their times "
-            "mean nothing, give the folder: train(resume_from_checkpoint=...)."
+            f"The run continues from {start}, which is newer than {older[0]}.",
+            fix="If these are copies, whose times mean nothing, give train(resume_from_checkpoint=...) a folder.",
         )
     return start
 

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import math
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from hasten import LightningModule, Trainer
 from hasten._lib.rank_zero import rank_zero_warn
@@ -104,9 +106,9 @@ class Events(Callback):
         self.earlier_epoch_steps = None
         if before not in (None, now) and self.owner.args.max_steps <= 0:
             rank_zero_warn(
-                f"An epoch of the run that is resumed had {before} steps, and has {now} now: the data, the size of the "
-                f"batches or the number of processes has changed. The learning rate is planned for {state.max_steps} "
-                f"steps, and {state.global_step} are done. Resume with the same, or write max_steps=..."
+                f"An epoch of the run that is resumed had {before} steps, and has {now} now. The learning rate is "
+                f"planned for {state.max_steps} steps, and {state.global_step} are done.",
+                fix="Resume with the same data, size of batches and number of processes, or write max_steps=...",
             )
 
     def _in_step(self, event: str, *_: object) -> None:
@@ -116,21 +118,31 @@ class Events(Callback):
         self.in_epoch = True
         self.call("on_epoch_begin")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
+    ) -> None:
         # The rate of this step: the schedule moves before the end of the batch.
         self.rate = float(self.owner.optimizer.param_groups[0]["lr"]) if self.owner.optimizer else 0.0
         if batch_idx % self.owner.args.gradient_accumulation_steps == 0 and not self.owner.control.should_epoch_stop:
             self.call("on_step_begin")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Tensor | Mapping[str, Any] | None,
+        batch: dict[str, Any],
+        batch_idx: int,
+    ) -> None:
         state = self.owner.state
         if trainer.global_step == state.global_step:
             self.call("on_substep_end")
             return
-        losses, pl_module.losses = pl_module.losses, []
+        module = self.owner.module
+        losses, module.losses = module.losses, []
         self.total = self.total + sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
         state.global_step, state.epoch = trainer.global_step, trainer.current_epoch + (batch_idx + 1) / self.batches
-        state.total_flos, pl_module.inputs = state.total_flos + self.flos * pl_module.inputs, 0
+        state.total_flos, module.inputs = state.total_flos + self.flos * module.inputs, 0
         self.call("on_step_end")
         self._log_evaluate_save()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from hasten import LightningModule
 from hasten._lib.errors import make_error
@@ -90,10 +91,10 @@ class TransformersModule(LightningModule):
         # What has trained in an earlier run is no weight of the frozen model.
         self._frozen &= {name.removeprefix("model.") for name in frozen}
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> int | None:
         return -1 if self.owner.control.should_epoch_stop else None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         count, owner = self._targets(batch), self.owner
         with owner.compute_loss_context_manager():
             loss = owner.compute_loss(self.model, owner._prepare_inputs(batch), num_items_in_batch=count)
@@ -102,14 +103,14 @@ class TransformersModule(LightningModule):
         self._note(batch, loss, 1 if count is None or is_alone else count)
         return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
 
-    def _note(self, batch: Any, loss: Tensor, count: Any) -> None:
+    def _note(self, batch: dict[str, Any], loss: Tensor, count: Any) -> None:
         inputs, strategy = batch.get(getattr(self.model, "main_input_name", "input_ids")), self.args.logging_strategy
         self.inputs += 0 if inputs is None else inputs.numel()
         self.losses.append((loss.detach(), count))
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
 
-    def _targets(self, batch: Any) -> Tensor | None:
+    def _targets(self, batch: dict[str, Any]) -> Tensor | None:
         owner, labels = self.owner, batch.get("labels")
         # Whether the loss is a mean over targets, so that batches of one step count by their targets.
         counts = owner.model_accepts_loss_kwargs or owner.compute_loss_func is not None
@@ -125,7 +126,7 @@ class TransformersModule(LightningModule):
         self.values: dict[str, Any] = {}
         self.samples = 0
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         from transformers.trainer_pt_utils import find_batch_size
 
         owner, args, size = self.owner, self.args, find_batch_size(batch) or 1
@@ -167,7 +168,7 @@ class TransformersModule(LightningModule):
             if isinstance(value, int | float):
                 self.log(whole, float(value), sync_dist=True)
 
-    def result(self, loader: Any) -> EvalLoopOutput:
+    def result(self, loader: DataLoader[Any]) -> EvalLoopOutput:
         """Return what the evaluation of a loader has found."""
         from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -175,7 +176,7 @@ class TransformersModule(LightningModule):
         loss = self.trainer.callback_metrics.get(f"{self.prefix}_loss")
         losses = {} if loss is None else {f"{self.prefix}_loss": float(loss)}
         if isinstance(getattr(loader, "dataset", None), Sized):
-            count = len(loader.dataset)
+            count = len(cast(Sized, loader.dataset))
         else:
             count = self.owner.num_examples(loader) if has_length(loader) else self.samples
         return EvalLoopOutput(predictions, labels, {**losses, **self.values}, count)
@@ -192,7 +193,7 @@ class TransformersModule(LightningModule):
         if owner.optimizer is None and owner.optimizer_cls_and_kwargs is None:
             kind, options = owner.get_optimizer_cls_and_kwargs(self.args, self.model)
             if not issubclass(kind, Optimizer) or {"params", "model", "optimizer_dict"} & options.keys():
-                raise refused("optim", self.args.optim, "Give optimizers=(optimizer, scheduler).")
+                raise refused(self.args, "optim", "Give optimizers=(optimizer, scheduler).")
         owner.create_optimizer_and_scheduler(steps)
         schedules = [] if owner.waits_for_metric() else [{"scheduler": owner.lr_scheduler, "interval": "step"}]
         return [owner.optimizer], schedules
@@ -205,7 +206,7 @@ class ModuleOfStep(TransformersModule):
         super().__init__(owner)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         owner, given, run = self.owner, dict(batch), self.trainer.current_run
         self._note(given, owner.training_step(self.model, batch, self._targets(batch)), 1)
         engine = run.runtime.engine

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten import Trainer, seed_everything
 from hasten._lib import check
@@ -33,6 +33,8 @@ from hasten_tools.transformers import checkpoints
 from hasten_tools.transformers.arguments import (
     LOGGERS,
     OTHER_NAMES,
+    DataSets,
+    Samples,
     check_fields,
     check_given,
     check_model,
@@ -48,9 +50,6 @@ from hasten_tools.transformers.module import ModuleOfStep, TransformersModule
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
     from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
-
-Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
-DataSets = Samples | dict[str, Samples] | None
 
 # The fields of TrainingArguments that arguments of a DataLoader have: dataloader_num_workers, for instance.
 _OF_LOADERS = (
