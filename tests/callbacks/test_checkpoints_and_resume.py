@@ -265,11 +265,18 @@ def test_a_stopped_run_goes_on_beside_files_of_weights_alone(tmp_path: Path) -> 
         run(Scripted(), saver(), max_epochs=3, ckpt_path="last")
 
 
-def test_a_stopped_run_is_saved_once_and_only_between_batches(tmp_path: Path) -> None:
+def test_a_stopped_run_is_saved_once_and_only_between_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def stopped(folder: str, module: Scripted, *callbacks: ModelCheckpoint) -> list[str]:
         with pytest.raises(SystemExit):
             run(module, *callbacks, StopAt(2, send(signal.SIGINT)))
-        return names(tmp_path / folder)
+        kept, said = names(tmp_path / folder), caplog.text
+        caplog.clear()
+        # Whoever pressed Ctrl-C learns where the state is, also if it was just saved anyway.
+        assert [f"Saved the run as {tmp_path / folder / name}. To resume it" in said for name in kept] == [True] * len(
+            kept
+        )
+        assert said.count("Saved the run") == len(kept)
+        return kept
 
     class Impatient(Scripted):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -336,6 +343,23 @@ def test_last_is_found_in_the_folders_of_earlier_runs(tmp_path: Path) -> None:
     assert third.log_dir != second.log_dir
     assert third.global_step == 12
     assert names(Path(second.log_dir) / "checkpoints") == ["epoch=1-step=8.ckpt"]
+
+
+def test_a_run_resumed_in_the_next_folder_says_that_its_ranking_is_new(tmp_path: Path) -> None:
+    def go(epochs: int, **options: Any) -> ModelCheckpoint:
+        best = ModelCheckpoint(monitor="val_loss", save_last=True)
+        run(Scripted(val=[1.0, 2.0]), best, default_root_dir=tmp_path, logger=True, max_epochs=epochs, **options)
+        return best
+
+    first = go(1)
+    with warned(UserWarning, fix="dirpath=", says=("version_0", "version_1", repr(first.best_model_path))):
+        second = go(2, ckpt_path="last")
+    assert "version_1" in second.best_model_path
+    assert second.best_model_score == 2
+    # Nothing is left to train: path and score are those of the same file.
+    with warned(UserWarning, says="nothing is left to train"):
+        third = go(2, ckpt_path="last")
+    assert (third.best_model_path, third.best_model_score) == (second.best_model_path, 2)
 
 
 def test_fit_can_be_called_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,10 +77,10 @@ class EachBatch(TQDMProgressBar):
         super().on_validation_batch_end(*arguments, **options)
 
 
-def fit(bar: L.Callback, **arguments: Any) -> None:
+def fit(bar: L.Callback, ckpt_path: Path | None = None, **arguments: Any) -> None:
     arguments = {"log_every_n_steps": 2, "num_sanity_val_steps": 0, **arguments}
     trainer = quiet(callbacks=[bar], enable_progress_bar=True, **arguments)
-    trainer.fit(Fitted(val=[1.0] * 4), BATCHES, [torch.zeros(2, 1)] * 3)
+    trainer.fit(Fitted(val=[1.0] * 4), BATCHES, [torch.zeros(2, 1)] * 3, ckpt_path=ckpt_path)
 
 
 @pytest.mark.usefixtures("known")
@@ -108,6 +109,25 @@ def test_lines_in_a_pipe_come_soon_and_then_less_often(monkeypatch: pytest.Monke
         30.0, 30.0, 300.0, 600.0,
     ]  # fmt: skip
     line.close()
+
+
+def test_a_line_with_another_loss_is_another_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine(total=4, desc="Epoch 1/1", file=sys.stdout)
+    line.n = 4
+    # The first comes when five seconds are over, in the validation at the end of an epoch, and the last with its end.
+    for loss in (0.5, 0.5, 0.25):
+        line.line_state.look = lambda loss=loss: Shown(loss=loss)  # type: ignore[misc]
+        line.write_line()
+    line.close()
+    assert [text.split("loss=")[1] for text in capsys.readouterr().out.splitlines()] == ["0.500", "0.250"]
+
+
+def test_the_rest_of_an_epoch_has_the_bar_of_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(max_steps=2, limit_val_batches=0)
+    trainer.fit(Fitted(), BATCHES)
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    fit(TQDMProgressBar(), max_epochs=1, ckpt_path=tmp_path / "middle.ckpt", limit_val_batches=0)
+    assert capsys.readouterr().out.startswith("Epoch 1/1: 100% 4/4  step 4  ")
 
 
 @pytest.mark.usefixtures("known")

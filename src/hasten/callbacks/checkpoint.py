@@ -315,10 +315,13 @@ class ModelCheckpoint(Checkpoint):
         self._deferred = ranking.get("deferred", self._deferred)
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
-            if not self._default_folder and self.save_top_k:
+            if self._default_folder:
+                self.best_model_score = state_dict.get("best_model_score")
+            # Without files to keep there is no ranking.
+            if self.save_top_k and (self.monitor is not None or not self._default_folder):
                 rank_zero_warn(
                     f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
-                    "starts; only best_model_path is kept.",
+                    f"starts: the next file that is saved is its best, and until then {self.best_model_path!r} is.",
                     fix="Pass the same dirpath= to continue the old one.",
                 )
             return
@@ -444,8 +447,11 @@ class ModelCheckpoint(Checkpoint):
         by_program = trainer.current_run.limits.stop.agreed_signal is None and not isinstance(exception, BadLossError)
         if is_stop and not (by_program and self.save_on_exception):
             is_saved = not self.save_weights_only and position in (self._saved_at, self._last_at)
-            if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
-                self._save_stopped(trainer)
+            if trainer.between_batches and self._keeps_stopped_run(trainer):
+                if is_saved:
+                    self._tell_where(self._last_checkpoint_saved)
+                else:
+                    self._save_stopped(trainer)
         elif self.save_on_exception and self._saved_at != position and _all_failed(self, trainer):
             candidates = self._monitor_candidates(trainer)
             path = self._get_metric_interpolated_filepath_name(candidates, trainer)
@@ -640,6 +646,9 @@ class ModelCheckpoint(Checkpoint):
                 self._unwanted = [*self._unwanted, path]
             with set_during(self, save_weights_only=False):
                 self._save_checkpoint(trainer, path)
+        self._tell_where(path)
+
+    def _tell_where(self, path: str) -> None:
         rank_zero_info(f"Saved the run as {path}. To resume it, {self.HOW_TO_RESUME}.")
 
     @contextmanager

@@ -290,16 +290,20 @@ class DrawnProgressBar(ProgressBar):
 
     # -- training
 
-    def on_train_start(self, *_: object) -> None:
+    def on_train_start(self, trainer: Trainer, *_: object) -> None:
         """Open the bar of training, and show log messages above it."""
-        self._bars["train"] = self._open("train")
-        self._messages_above(self._bars["train"])
+        self._bars["train"] = bar = self._open("train")
+        progress = trainer.current_run.progress
+        if progress.mid_epoch:
+            # A run that resumes within an epoch does not call the hook of its beginning.
+            self._begin_epoch(trainer)
+            bar.initial = bar.n = progress.batch
+        self._messages_above(bar)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
         if self._leave and self._bar("train").n:
             self._bars["train"] = self._open("train")
-        self._train_batches[0] = -1
-        _reset(self._bar("train"), self.total_train_batches, self._epoch_description(trainer))
+        self._begin_epoch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
@@ -401,6 +405,10 @@ class DrawnProgressBar(ProgressBar):
             shown.write(sep.join(map(str, args)), **kwargs)
 
     # -- internal functions
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
+        self._train_batches[0] = -1
+        _reset(self._bar("train"), self.total_train_batches, self._epoch_description(trainer))
 
     def _bar(self, name: str) -> Any:
         if name not in self._bars:
