@@ -198,7 +198,8 @@ def test_where_the_first_step_takes_all_the_time_the_answer_is_a_larger_budget()
 
 
 def test_after_one_step_the_answer_names_what_was_not_measured() -> None:
-    program = FakeProgram(lambda levers, step: 9.0, start_seconds=3.0)
+    facts = {"parts": {"data wait": 8.1, "forward": 0.9}}
+    program = FakeProgram(lambda levers, step: 9.0, start_seconds=3.0, facts=facts)
     found = program.advise([lever("double"), lever("triple")], budget_seconds=20.0)
     assert program.now <= 20.0
     assert verdicts(found) == {"double": "no time", "triple": "no time"}
@@ -206,6 +207,7 @@ def test_after_one_step_the_answer_names_what_was_not_measured() -> None:
     assert not found.is_worth_keeping
     summary = found.summary()
     assert "nothing is known to be faster yet" in summary
+    assert "Training waits for its data for 90% of a step" in summary
     assert re.search(r"not measured: double, triple; raise --budget to \d+", summary)
     # That budget is enough.
     needed = found.needed_seconds

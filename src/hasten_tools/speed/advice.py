@@ -18,7 +18,7 @@ from hasten._lib.files import cache_folder, remember_json
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.report.tables import aligned
-from hasten_tools.speed.levers import Facts, Lever
+from hasten_tools.speed.levers import Facts, Lever, waits_for_data
 from hasten_tools.speed.safety import Safety
 from hasten_tools.speed.trial_processes import FAILED, NO_GAIN, NOISY, SLOWER, UNCLEAR, Turn, speed_text, times
 
@@ -303,7 +303,11 @@ class Advice:
         busy = busy_text(self.noise, self.waited_share)
         if self.is_noisy and not self.lines:
             text = f"{busy}, so no speed-up is known to be faster or slower."
-            return [*_cut(f'{text[:1].upper()}{text[1:]} Nothing is saved for speed="auto".', width), *end]
+            return [
+                *self._waiting(width),
+                *_cut(f'{text[:1].upper()}{text[1:]} Nothing is saved for speed="auto".', width),
+                *end,
+            ]
         groups: dict[str, list[str]] = {}
         for row in self._measured_first():
             if row in self.combinations or row.verdict in (NOT_HERE, ALREADY_ON, NOT_TRIED):
@@ -326,7 +330,16 @@ class Advice:
                 'for speed="auto"; measure again when it is idle.',
                 width,
             )
-        return lines + end
+        return [*self._waiting(width), *lines, *end]
+
+    def _waiting(self, width: int) -> list[str]:
+        """Say that the time goes into reading data, if it is not known what makes that faster."""
+        measured = any(row.speed is not None for row in self.rows if row.name in ("loader workers", "resident data"))
+        if self.lines or measured or not waits_for_data({"parts": self.parts}):
+            return []
+        share = self.parts["data wait"] / sum(self.parts.values())
+        text = f'Training waits for its data for {share:.0%} of a step: try num_workers="auto", or resident=True.'
+        return _cut(text, width)
 
     def table(self, width: int = _WIDTH) -> str:
         """Return everything as plain text: the verdict, then each speed-up with its figures and reasons.

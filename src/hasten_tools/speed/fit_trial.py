@@ -155,7 +155,7 @@ class _Measured(Callback):
         self._session, self._orders, self._profiler = trial.session, trial.orders, trial.profiler
         self._given, self._observed = given, Observed()
         self._first_steps: dict[str, list[Any]] = {"gradients": [], "without_draws": []}
-        # Seconds of a step by where they go, in the last turn.
+        # Seconds by where they went: until the last step, and until the turn began.
         self._parts: dict[str, float] = {}
         self._before: dict[str, float] = {}
         self._steps = 0
@@ -167,7 +167,7 @@ class _Measured(Callback):
         self._session.handlers.update(
             first_steps=lambda: self._first_steps,
             apart=lambda: self._why_not_apart(trainer, pl_module),
-            parts=lambda: self._parts,
+            parts=self._parts_of_a_step,
             count=self._observed.count_next,
             inspect=lambda: {
                 "facts": facts(self._observed, trainer, pl_module, self._given),
@@ -218,7 +218,8 @@ class _Measured(Callback):
         if self._orders.inspects:
             self._observed.after_step(batch)
         self._steps += 1
-        parts = self._profiler.part_seconds if self._profiler is not None else {}
+        if self._profiler is not None:
+            self._parts = self._profiler.part_seconds
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         samples, certain = batch_size_of(batch)
         mask = mask_of(batch)
@@ -229,10 +230,13 @@ class _Measured(Callback):
             slots=None if mask is None else mask.numel(),
         )
         if has_ended and self._profiler is not None:
-            growth = {name: seconds - self._before.get(name, 0.0) for name, seconds in parts.items()}
-            self._parts = {name: seconds / self._steps for name, seconds in growth.items() if seconds > 0}
             # The wait for the order belongs to no part of the next turn.
             self._before, self._steps = self._profiler.part_seconds, 0
+
+    def _parts_of_a_step(self) -> dict[str, float]:
+        """Return the seconds of a step by where they went, in the turn that has just ended."""
+        growth = {name: seconds - self._before.get(name, 0.0) for name, seconds in self._parts.items()}
+        return {name: seconds / self._steps for name, seconds in growth.items() if seconds > 0}
 
     def _why_not_apart(self, trainer: Trainer, module: LightningModule) -> str | None:
         coarse = is_coarse(trainer.precision, trainer.strategy.root_device, module)
