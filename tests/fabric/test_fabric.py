@@ -371,6 +371,15 @@ def test_a_loader_is_iterated_as_it_is_and_its_sampler_gets_the_epoch(fabric: L.
     orders = [torch.cat([x for (x,) in wrapped]) for _ in range(2)]
     assert epochs == [0, 1]
     assert not torch.equal(orders[0], orders[1])
+    # A program that resumes in epoch 1, and goes on with and without saying which epoch it is in.
+    sampler = Noting(plain.dataset, num_replicas=2, rank=0)  # type: ignore[arg-type]
+    wrapped = fabric.setup_dataloaders(loader(sampler=sampler))
+    wrapped.sampler.set_epoch(1)
+    assert torch.equal(torch.cat([x for (x,) in wrapped]), orders[1])
+    list(wrapped)
+    wrapped.sampler.set_epoch(3)
+    list(wrapped)
+    assert epochs == [0, 1, 1, 1, 2, 3, 3]
 
 
 # -- files

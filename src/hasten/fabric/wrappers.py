@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from hasten._lib import torch_private
 from hasten._lib.device import copies_in_background, is_host
@@ -21,6 +21,7 @@ from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors, move_to
 from hasten.data.divided import DividedDataset
+from hasten.data.loader_parts import ShardSampler
 from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
@@ -336,7 +337,8 @@ class FabricDataLoader:
         self._sharding = sharding
         # The device to which batches are moved; None if they are not moved.
         self.device = device
-        self._epoch = 0
+        # The next epoch, and the one before it.
+        self._epoch = self._last_epoch = 0
 
     def __len__(self) -> int:
         return len(self._dataloader)
@@ -344,14 +346,19 @@ class FabricDataLoader:
     def __iter__(self) -> Iterator[Any]:
         loader = self._dataloader
         batches = getattr(loader, "batch_sampler", None)
-        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-        for sampler in {id(each): each for each in samplers}.values():
+        found = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        samplers = {id(each): each for each in found}.values()
+        for sampler in samplers:
+            # A program that resumes says itself which epoch it is in.
+            if isinstance(sampler, (DistributedSampler, ShardSampler)) and sampler.epoch != self._last_epoch:
+                self._epoch = sampler.epoch
+        for sampler in samplers:
             # Without it a distributed sampler yields the same order in every epoch.
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self._epoch)
         if isinstance(dataset := getattr(loader, "dataset", None), DividedDataset):
             dataset.draw_for(self._epoch)
-        self._epoch += 1
+        self._last_epoch, self._epoch = self._epoch, self._epoch + 1
         if self._sharding is None:
             return self._moved(loader)
         self._sharding.begin_epoch()
