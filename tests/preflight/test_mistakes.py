@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 import hasten as L
 from hasten_tools.preflight import CheckReport
@@ -553,10 +554,14 @@ def test_what_only_some_steps_read_is_no_mistake() -> None:
         if batch_idx % 100 == 0:
             print(loss.item(), loss)
         self.register_buffer("seen", torch.zeros(1))
-        self.log("loss", loss, prog_bar=True)
+        # What a metric reads is not the program's, and the example stays on the host.
+        self.accuracy(self(batch[0]), batch[1])
+        self.log_dict({"loss": loss, "accuracy": self.accuracy}, prog_bar=True)
         return loss
 
-    report = check(net(training_step=training_step))
+    accuracy = MulticlassAccuracy(num_classes=2)
+    parts = {"accuracy": accuracy, "example_input_array": torch.zeros(1, 8)}
+    report = check(net(training_step=training_step, parts=parts))
     assert [row.seen for row in report.rows if row.status == "warning"] == [], str(report)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -42,11 +43,12 @@ _FUNCTIONS = (
     (torch.cuda, "synchronize", "torch.cuda.synchronize()"),
     (gc, "collect", "gc.collect()"),
 )
-_FRAMEWORK = torch.__file__.rpartition("/")[0]
+# With the slash: torchmetrics and torchvision are beside it.
+_FRAMEWORK = os.path.join(os.path.dirname(torch.__file__), "")
 # Distributions compare their parameters and values with what they allow.
 _VALIDATES = "validate_args=True"
-# What else than a step may keep: Lightning's own attribute.
-_KNOWN = frozenset({"example_input_array"})
+# What is meant for no device: the LightningModule's own attribute, as it keeps it.
+_KNOWN = frozenset({"_example_input_array"})
 
 
 class Waits(TorchFunctionMode):
@@ -97,7 +99,7 @@ class Waits(TorchFunctionMode):
         file, line = file_of(frame), frame.f_lineno
         place = place_of(file, line)
         count, texts, code = self._found.get(place, (0, {}, linecache.getline(file, line).strip()))
-        texts.setdefault(_VALIDATES if file_of(reader).startswith(f"{_FRAMEWORK}/distributions/") else text)
+        texts.setdefault(_VALIDATES if file_of(reader).startswith(os.path.join(_FRAMEWORK, "distributions", "")) else text)
         self._found[place] = count + (place not in self._here), texts, code
         self._here.add(place)
 
