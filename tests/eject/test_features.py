@@ -348,10 +348,25 @@ CASES |= {
         imports="EMAWeightAveraging",
         fit=RESUME.replace("max_epochs=4", "max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.9)]"),
         has=("vars(callback).update(state)",),
-        lines=220,
+        lines=225,
         lacks=(),
     ),
     "a resumed run": Case(fit=RESUME, has=("load_checkpoint",), lacks=("autocast",)),
+    # The first start of such a program has no checkpoint; the second fit has that of the first.
+    "a run that resumes from the last checkpoint": Case(
+        "max_epochs=2, callbacks=[ModelCheckpoint(monitor='val_loss', save_last=True)]",
+        imports="ModelCheckpoint",
+        fit=RESUME.replace("shuffle=False))\n", "shuffle=False), ckpt_path='last')\n", 1)
+        .replace(
+            "enable_checkpointing=False, max_epochs=4",
+            "max_epochs=4, callbacks=[ModelCheckpoint(save_last=True)]",
+        )
+        .replace('trainer.save_checkpoint("middle.ckpt")', "first = trainer.checkpoint_callback.last_model_path")
+        .replace('"middle.ckpt"', '"last"'),
+        checkpoints=True,
+        lines=260,
+        lacks=("autocast",),
+    ),
     "averages": Case(
         "max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.9)]",
         imports="EMAWeightAveraging",

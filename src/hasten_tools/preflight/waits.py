@@ -99,7 +99,9 @@ class Waits(TorchFunctionMode):
         file, line = file_of(frame), frame.f_lineno
         place = place_of(file, line)
         count, texts, code = self._found.get(place, (0, {}, linecache.getline(file, line).strip()))
-        texts.setdefault(_VALIDATES if file_of(reader).startswith(os.path.join(_FRAMEWORK, "distributions", "")) else text)
+        texts.setdefault(
+            _VALIDATES if file_of(reader).startswith(os.path.join(_FRAMEWORK, "distributions", "")) else text
+        )
         self._found[place] = count + (place not in self._here), texts, code
         self._here.add(place)
 
