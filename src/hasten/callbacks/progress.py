@@ -290,13 +290,13 @@ class DrawnProgressBar(ProgressBar):
 
     # -- training
 
-    def on_train_start(self, trainer: Trainer, *_: object) -> None:
+    def on_train_start(self, *_: object) -> None:
         """Open the bar of training, and show log messages above it."""
         self._bars["train"] = bar = self._open("train")
-        progress = trainer.current_run.progress
+        progress = self.trainer.current_run.progress
         if progress.mid_epoch:
             # A run that resumes within an epoch does not call the hook of its beginning.
-            self._begin_epoch(trainer)
+            self._begin_epoch(self.trainer)
             bar.initial = bar.n = progress.batch
         self._messages_above(bar)
 
