@@ -116,6 +116,7 @@ def test_a_line_with_another_loss_is_another_line(capsys: pytest.CaptureFixture[
     line.n = 4
     # The first comes when five seconds are over, in the validation at the end of an epoch, and the last with its end.
     for loss in (0.5, 0.5, 0.25):
+        line.loss = loss
         line.line_state.look = lambda loss=loss: Shown(loss=loss)  # type: ignore[misc]
         line.write_line()
     line.close()

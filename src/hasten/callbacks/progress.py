@@ -438,12 +438,13 @@ class DrawnProgressBar(ProgressBar):
 
     def _describe(self, bar: Any, metrics: dict[str, Any], *, ended: bool = False) -> None:
         """Show the values of ``get_metrics``, and what is known of the fit where a bar has room for it."""
-        state = getattr(bar, "line_state", None)
-        if state is not None:
+        state, trainer = getattr(bar, "line_state", None), self._trainer
+        if state is not None and trainer is not None:
             # It is in the folder's name, and says nothing of the training.
-            if "v_num" in metrics and "v_num" not in self.trainer.current_run.logged.bar_values:
+            if "v_num" in metrics and "v_num" not in trainer.current_run.logged.bar_values:
                 metrics = {name: value for name, value in metrics.items() if name != "v_num"}
-            state.values, state.look = metrics, functools.partial(shown, self.trainer, metrics, ended=ended)
+            bar.loss = trainer.current_run.logged.loss_value
+            state.values, state.look = metrics, functools.partial(shown, trainer, metrics, ended=ended)
         bar.set_postfix(metrics, refresh=False)
 
     def _show_train_state(self, trainer: Trainer, pl_module: LightningModule, *, ended: bool = False) -> None:

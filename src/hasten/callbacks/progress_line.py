@@ -218,9 +218,6 @@ class ProgressLine(Tqdm):
     def as_line(self) -> str:
         return self.line_state.text(self)
 
-    def line_shows(self) -> tuple[Any, ...]:
-        return (*super().line_shows(), self.line_state.look().loss)
-
     def next_line_after(self, now: float) -> float:
         return now + min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)))
 

@@ -42,6 +42,8 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
             kwargs["file"] = io.StringIO()
         self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
         self._shown: tuple[Any, ...] | None = None
+        # Of training, which a line shows besides the postfix.
+        self.loss: float | None = None
         super().__init__(*args, **kwargs)  # type: ignore[call-overload]
 
     @staticmethod
@@ -81,15 +83,11 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         looks = {"ncols": 0, "bar_format": None, "prefix": (self.desc or "").removesuffix(": ")}
         return self.format_meter(**{**self.format_dict, **looks})
 
-    def line_shows(self) -> tuple[Any, ...]:
-        """Return what makes a line another one than the line before."""
-        return (self.n, self.total, self.desc, self.postfix)
-
     def write_line(self) -> None:
         """Write the state of the bar as a line, unless the previous line was the same."""
         if self.disable or self._draws:
             return
-        state = self.line_shows()
+        state = (self.n, self.total, self.desc, self.postfix, self.loss)
         if state != self._shown:
             self._shown = state
             self.fp.write(self.as_line() + "\n")
