@@ -348,7 +348,7 @@ CASES |= {
         imports="EMAWeightAveraging",
         fit=RESUME.replace("max_epochs=4", "max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.9)]"),
         has=("vars(callback).update(state)",),
-        lines=225,
+        lines=230,
         lacks=(),
     ),
     "a resumed run": Case(fit=RESUME, has=("load_checkpoint",), lacks=("autocast",)),
@@ -419,7 +419,7 @@ CASES |= {
         imports="EMAWeightAveraging, ModelCheckpoint",
         checkpoints=True,
         fit=AVERAGED,
-        lines=280,
+        lines=290,
         lacks=(),
     ),
     "averages, twice": Case(
