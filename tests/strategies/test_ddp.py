@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes import RowLogger
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, Manual, loader, quiet
 from tests.refusals import refused
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -145,14 +145,15 @@ def test_a_layer_that_all_processes_leave_out_is_named_by_the_next_step() -> Non
 
 
 @pytest.mark.world_size(2)
-def test_a_static_graph_accumulates_as_any_other() -> None:
-    weights = []
-    for strategy in ("ddp", DDPStrategy(static_graph=True)):
-        torch.manual_seed(0)
-        model = Classifier()
-        quiet(devices=2, strategy=strategy, accumulate_grad_batches=3, max_epochs=2).fit(model, loader(48))
-        weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
-    assert torch.allclose(*weights, atol=1e-6)
+def test_a_static_graph_trains_as_any_other_also_with_accumulation_and_manual_optimization() -> None:
+    for kind, accumulate in ((Classifier, 3), (Manual, 1)):
+        weights = []
+        for strategy in ("ddp", DDPStrategy(static_graph=True)):
+            torch.manual_seed(0)
+            model = kind()
+            quiet(devices=2, strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=2).fit(model, loader(48))
+            weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+        assert torch.allclose(*weights, atol=1e-6)
 
 
 @pytest.mark.world_size(2)

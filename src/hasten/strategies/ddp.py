@@ -330,9 +330,10 @@ class DDPStrategy(ParallelStrategy):
                 argument="strategy",
             )
         kwargs = self._ddp_kwargs
-        if _is_manual(module) and not kwargs.get("static_graph"):
-            # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic).
-            kwargs = {"find_unused_parameters": True, **kwargs}
+        if _is_manual(module):
+            # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic). DDP
+            # learns a static graph from what forward returns, and would exchange nothing: backward runs within it.
+            kwargs = {"find_unused_parameters": True, **kwargs, "static_graph": False}
 
         def make() -> DistributedDataParallel:
             # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
@@ -484,8 +485,7 @@ class DDPEngine(StepEngine):
             return
         wrapped = _current(wrapped)
         if wrapped.require_backward_grad_sync:
-            searches = wrapped.find_unused_parameters and not wrapped.static_graph
-            wrapped.reducer.prepare_for_backward([loss] if searches else [])
+            wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
 
     def with_exchange(
         self, backward: Callable[[torch.Tensor], None], wrapped: nn.Module
