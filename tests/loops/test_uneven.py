@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hasten as L
+from hasten.callbacks import ModelCheckpoint
 from tests.models import quiet
 from tests.refusals import refused
 
@@ -27,20 +29,18 @@ def batches_of(rank: int, count: int) -> list[list[Tensor]]:
 class Stream(IterableDataset[Any]):
     """Whose length nobody knows."""
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
 
     def __iter__(self) -> Any:
-        return iter(self.batches)
+        return iter(self.samples)
 
 
 def data(known: bool, counts: tuple[int, int] = COUNTS) -> DataLoader[Any]:
     rank = int(os.environ["LOCAL_RANK"])
     own = batches_of(rank, counts[rank])
-    if not known:
-        return DataLoader(Stream(own), batch_size=None)
     x, y = (torch.cat([batch[i] for batch in own]) for i in (0, 1))
-    return DataLoader(TensorDataset(x, y), batch_size=4)
+    return DataLoader(TensorDataset(x, y) if known else Stream(list(zip(x, y, strict=True))), batch_size=4)
 
 
 class Model(L.LightningModule):
@@ -65,11 +65,11 @@ class Model(L.LightningModule):
         }
 
 
-def train(model: Model, loader: Any, **arguments: Any) -> L.Trainer:
+def train(model: Model, loader: Any, ckpt_path: str | None = None, **arguments: Any) -> L.Trainer:
     """Train; check that both processes end alike."""
     settings = {"strategy": "ddp", "use_distributed_sampler": False, **arguments}
     trainer = quiet(devices=2, num_sanity_val_steps=0, **settings)
-    trainer.fit(model, loader)
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
     assert_equal_on_all(trainer, *model.parameters(), torch.tensor(trainer.global_step))
     return trainer
 
@@ -81,7 +81,7 @@ def assert_equal_on_all(trainer: L.Trainer, *tensors: Tensor) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_stop_and_error_name_ranks_and_counts() -> None:
+def test_stop_and_error_name_ranks_and_counts(tmp_path: Path) -> None:
     for known in (True, False):
         at_least = "" if known else "at least "
         with warnings.catch_warnings(record=True) as caught:
@@ -96,6 +96,12 @@ def test_stop_and_error_name_ranks_and_counts() -> None:
         with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
             train(model, data(known), uneven="error")
         assert model.count == (0 if known else 4)
+        # A run that resumes where an epoch has ended does not read the rest of it that a process has left.
+        saves, model = ModelCheckpoint(tmp_path / str(known)), Model()
+        divides: Any = {"use_distributed_sampler": not known}
+        train(Model(), data(known), callbacks=saves, enable_checkpointing=True, **divides)
+        train(model, data(known), saves.best_model_path, max_epochs=2, **divides)
+        assert model.count == 10  # The checkpoint has the count of the first epoch.
         model = Model()
         train(model, data(known, (4, 4)), uneven="error", max_epochs=2)
         assert model.count == 8
