@@ -404,7 +404,7 @@ class Stream:
         """Give up the rest of the epoch of a loaded state; the next batches begin a new epoch."""
         if self._loaded is not None:
             if not self._source.survives and not self._source.between_epochs():
-                # Nothing of it is left. To read a stream again needs all processes, and the data of some may have ended.
+                # Nothing of it is left. To read a stream again needs all processes, and some may be at its end.
                 self._loaded = {**self._loaded, "ended": True, "rebuild": False, "source": {}}
             self.open()
             self._position.repeated, self._position.finished = _END, True
