@@ -50,8 +50,7 @@ class StageData:
         stage: "train", "validate", "test" or "predict".
         given: loaders passed to the call, or None.
         module: the module; its ``*_dataloader`` hooks give loaders when nothing else does.
-        datamodule: the datamodule; its loaders come before the module's.
-        reads_datamodule: False if the datamodule only prepares and moves data that other loaders give.
+        datamodule: the datamodule of the call; its loaders and hooks come before the module's.
         limit: number (int) or share (float) of batches of each loader to use; None for all.
         sampler_kwargs: ``num_replicas`` and ``rank`` where each process reads its own part, else None.
         overfit: read the same batches in the same order each epoch.
@@ -70,7 +69,6 @@ class StageData:
         given: Dataloaders = None,
         module: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
-        reads_datamodule: bool = True,
         limit: int | float | None = None,
         sampler_kwargs: dict[str, int] | None = None,
         overfit: bool = False,
@@ -83,7 +81,6 @@ class StageData:
         self.stage, self.given, self.datamodule = stage, given, datamodule
         self._remake, self._process = remake, process
         self._several_processes, self._processes = several_processes, processes
-        self._reads_datamodule = reads_datamodule
         self._module = module
         # The number or share of batches, now and from the next ``take_limit`` on.
         self._limit = self.next_limit = limit
@@ -143,7 +140,7 @@ class StageData:
         hook = HOOK_OF[self.stage]
         call = "fit" if self.stage == "train" else self.stage
         argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
-        if self.datamodule is not None and self._reads_datamodule:
+        if self.datamodule is not None:
             raise WrongType(
                 f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}().", fix="Define it."
             )
@@ -380,9 +377,8 @@ class StageData:
 
     def _owner(self) -> Any:
         """Return the datamodule or module whose hook gives the loaders, or None."""
-        datamodule = self.datamodule if self._reads_datamodule else None
-        is_only_owner = datamodule is not None and self._conventions.datamodule_gives_all_loaders
-        owners = (datamodule, None if is_only_owner else self._module)
+        is_only_owner = self.datamodule is not None and self._conventions.datamodule_gives_all_loaders
+        owners = (self.datamodule, None if is_only_owner else self._module)
         name = HOOK_OF[self.stage]
         return next((owner for owner in owners if owner is not None and overrides(owner, DataHooks, name)), None)
 

@@ -588,7 +588,7 @@ class Trainer(TrainerView):
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         # Until the next fit, programs see that the last one was stopped.
         self._should_stop = self._should_stop and fn is not TrainerFn.FITTING
-        # An earlier datamodule stays: its hooks for preparing and moving data apply to later runs too.
+        # An earlier datamodule stays, and is set up for later runs; their batches are moved by the hooks of the module.
         self._reads_datamodule = datamodule is not None
         self._module, self._datamodule = module, datamodule or self._datamodule
         if not joined():
@@ -675,9 +675,9 @@ class Trainer(TrainerView):
 
         def source(stage: str, limit: Any) -> StageData:
             return StageData(
-                stage, given=loaders.get(stage), module=module, datamodule=self._datamodule,
-                reads_datamodule=self._reads_datamodule, limit=limit, sampler_kwargs=sampler,
-                overfit=bool(arguments.overfit_batches),
+                stage, given=loaders.get(stage), module=module,
+                datamodule=self._datamodule if self._reads_datamodule else None, limit=limit,
+                sampler_kwargs=sampler, overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
                 remake=functools.partial(remake_loader, arguments.speed, device=runtime.device), process=process,
                 several_processes=runtime.several_processes and stage != "train", processes=len(runtime.device_ids),
