@@ -482,16 +482,17 @@ def test_a_precision_that_is_assigned_to_a_strategy_is_used() -> None:
     assert trainer.precision_plugin is after
 
 
-def test_a_trainer_of_a_program_sets_its_logger_before_it_is_made() -> None:
+def test_a_trainer_of_a_program_sets_what_trainers_have_before_it_is_made() -> None:
     import lightning.pytorch as pl
 
     class Own(pl.Trainer):
         def __init__(self) -> None:
             self.logger = None
+            self.log_every_n_steps = 0
             self.wide = True
-            super().__init__(**QUIETLY)
+            super().__init__(**QUIETLY | {"log_every_n_steps": 7})
 
-    assert Own().loggers == []
+    assert Own().loggers == [] and Own().log_every_n_steps == 7
 
 
 def test_a_config_may_name_each_class_without_its_module() -> None:

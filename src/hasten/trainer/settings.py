@@ -55,7 +55,8 @@ class Setting(Generic[T]):
         if not self._settable:
             what = f"{type(instance).__name__}.{self._name} cannot be assigned."
             raise make_error(AttributeError, what, fix=f"Give it to Trainer({self._name}=...).")
-        instance._change(self._name, value)
+        if hasattr(instance, "_arguments"):  # Not in a subclass that sets it before ``super().__init__()`` does.
+            instance._change(self._name, value)
 
 
 def _one_if_none(value: float | None) -> int | float:
