@@ -492,7 +492,8 @@ def test_a_trainer_of_a_program_sets_what_trainers_have_before_it_is_made() -> N
             self.wide = True
             super().__init__(**QUIETLY | {"log_every_n_steps": 7})
 
-    assert Own().loggers == [] and Own().log_every_n_steps == 7
+    assert Own().loggers == []
+    assert Own().log_every_n_steps == 7
 
 
 def test_a_config_may_name_each_class_without_its_module() -> None:

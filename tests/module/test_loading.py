@@ -273,7 +273,7 @@ def test_one_argument_that_holds_all_is_passed_as_one(tmp_path: Path) -> None:
     assert dict(loaded(TakesBoth({"width": 3})).config) == {"width": 3}
 
 
-def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:
+def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "objects.ckpt"
     torch.save({"state_dict": Net().state_dict(), "hyper_parameters": {"width": 4}, "other": Fraction(1, 2)}, path)
     with refused(Exception, fix="weights_only=False"):
@@ -282,3 +282,10 @@ def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:
     with refused(Exception, says=("weights_only=False", "add_safe_globals")):
         Net.load_from_checkpoint(BytesIO(path.read_bytes()))
     assert Net.load_from_checkpoint(BytesIO(path.read_bytes()), weights_only=False).width == 4
+    # torch's own variable counts where nothing is passed.
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with warned(UserWarning, says=("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",)):
+        assert Net.load_from_checkpoint(path).width == 4
+        assert L.Fabric(accelerator="cpu").load(path)["other"] == Fraction(1, 2)
+    with refused(Exception, fix="weights_only=False"):
+        Net.load_from_checkpoint(path, weights_only=True)

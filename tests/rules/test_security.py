@@ -31,6 +31,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "`weights_only=False` turns this protection off": (
         f"{OBJECTS}::test_no_way_to_read_a_checkpoint_runs_code_unless_the_file_is_trusted",
     ),
+    "Torch's variable `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`": (
+        "tests/module/test_loading.py::test_objects_in_a_file_are_read_only_when_asked",
+    ),
     "`Trainer(compile=True)` keeps compiled code": (
         "tests/compile/test_with_others.py::test_a_second_run_of_the_program_reuses_what_the_first_compiled",
     ),

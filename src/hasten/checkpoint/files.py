@@ -203,7 +203,7 @@ def upload(path: str, url: str) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", weights_only: bool = True
+    path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", weights_only: bool | None = True
 ) -> dict[str, Any]:
     """Read a checkpoint after checking that it is whole.
 
@@ -213,7 +213,8 @@ def load(
     Args:
         path: a path or a URL that fsspec understands.
         map_location: where tensors go, as for ``torch.load``.
-        weights_only: refuse files that need code to be run. Only pass False for a file you trust like a program.
+        weights_only: refuse files that need code to be run. Only pass False for a file you trust like a program. None
+            refuses them too, unless the environment has ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, as for ``torch.load``.
 
     Raises:
         FileNotFoundError: it does not exist; the message names a similar one in the folder.
@@ -240,7 +241,7 @@ def load(
     return Folder(place, read, device=device).contents()
 
 
-def load_open(file: IO[bytes], *, map_location: MapLocation = "cpu", weights_only: bool = True) -> Any:
+def load_open(file: IO[bytes], *, map_location: MapLocation = "cpu", weights_only: bool | None = True) -> Any:
     """Read an open file of ``torch.save``; the arguments are the same as of ``load``."""
     try:
         with numpy_allowed():
@@ -258,7 +259,7 @@ def _folder_at(path: str | os.PathLike[str]) -> Place | None:
     return LocalPlace(target) if recover(target) and target.is_dir() and is_checkpoint_folder(target) else None
 
 
-def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
+def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weights_only: bool | None) -> dict[str, Any]:
     with _opened(path) as file, _checked_meanwhile(file, path):
         is_mapped = _mapped.get() and not is_url(path) and zipfile.is_zipfile(file)
         file.seek(0)
@@ -284,7 +285,7 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
                     argument="map_location",
                 ) from error
             if (
-                not weights_only
+                weights_only is False
                 or isinstance(error, torch.OutOfMemoryError)
                 or "Attempting to deserialize" in str(error)
             ):
@@ -1133,7 +1134,7 @@ class TorchCheckpointIO(CheckpointIO):
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint in ``path``."""
-        return load(path, map_location=map_location, weights_only=weights_only is not False)
+        return load(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove ``path``."""

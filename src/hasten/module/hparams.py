@@ -475,7 +475,7 @@ def construct(
     load: Any = files.load_open if hasattr(checkpoint_path, "read") else files.load
     path, owner = str(checkpoint_path), cast("Any", cls)
     with files.hyper_parameters_left_out():
-        checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
+        checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only)
     is_module = issubclass(cls, torch.nn.Module)
     if isinstance(_mapping(checkpoint, path).get("state_dict"), StoredTensors):
         # A user's on_load_checkpoint may change it. Optimizer states are not read.

@@ -838,7 +838,7 @@ class Trainer(TrainerView):
             return None, None
         # Hyper-parameters are not needed to resume a run.
         with hyper_parameters_left_out():
-            checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
+            checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only)
         assert self._hooks is not None
         if self._hooks.on_load_checkpoint is nothing:
             # Otherwise entries are checked after that hook, which may repair the checkpoint.

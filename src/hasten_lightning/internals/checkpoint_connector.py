@@ -62,7 +62,7 @@ class CheckpointConnector:
         path = self.resume_checkpoint_path if checkpoint_path is None else checkpoint_path
         if path:
             self._path = str(path)
-            contents = files.load(path, map_location="cpu", weights_only=weights_only is not False)
+            contents = files.load(path, map_location="cpu", weights_only=weights_only)
             self._loaded_checkpoint = from_lightning(contents, self._path)
 
     def restore_model(self) -> None:

@@ -34,7 +34,7 @@ def read(path_or_url: PathLike | IO[bytes], map_location: MapLocation = None, we
     ``weights_only=False`` reads Python objects too, which can run code: only for files you trust.
     """
     load: Callable[..., Any] = files.load if isinstance(path_or_url, (str, os.PathLike)) else files.load_open
-    read = load(path_or_url, map_location=map_location, weights_only=weights_only is not False)
+    read = load(path_or_url, map_location=map_location, weights_only=weights_only)
     return read.whole() if isinstance(read, StoredCheckpoint) else read
 
 
