@@ -87,13 +87,14 @@ class LoggedValues:
         self.on_first_process = runtime.global_rank == 0
         decisions = conventions.current()
         # Lightning keeps numbers in single precision: then names and tables have the same digits.
-        self.single_precision = decisions.averages_in_single_precision and runtime.precision.precision != "64-true"
+        in_64_bits = runtime.precision.precision == "64-true" or torch.get_default_dtype() == torch.float64
+        self.single_precision = decisions.averages_in_single_precision and not in_64_bits
         # It also rounds a product before it is added.
         self.add_product = _add_rounded if self.single_precision else Tensor.add_
         # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run. A dict
         # keeps the order of the names, which are part of checkpoints.
         self._double: dict[str, bool] = {}
-        self._of_64_bits = {torch.float64, *((float,) if runtime.precision.precision == "64-true" else ())}
+        self._of_64_bits = {torch.float64, *((float,) if in_64_bits else ())}
         self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
         self.batch_size: int = 0

@@ -285,6 +285,7 @@ def test_devices_are_resolved_as_by_the_trainer() -> None:
 
     alone = _AcceleratorConnector(accelerator="cpu", precision="bf16-mixed")
     assert (alone._accelerator_flag, alone._devices_flag, alone._precision_flag) == ("cpu", 1, "bf16-mixed")
+    assert alone._check_and_init_precision() is alone.precision_plugin
     assert alone._choose_auto_accelerator() == L.Trainer(logger=False).accelerator.name()
     trainer = L.Trainer(strategy="ddp", devices=2, plugins=[L.pytorch.plugins.TorchCheckpointIO()], **QUIETLY)
     connector = trainer._accelerator_connector

@@ -250,8 +250,10 @@ def test_a_logger_of_the_program_is_called_on_every_process() -> None:
     assert logger.calls == ["hyper-parameters", 0, 1, "success"]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_means_of_64_bit_values_keep_their_digits(precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "default"), [("32-true", torch.float32), ("32-true", torch.float64), ("64-true", torch.float32)]
+)
+def test_means_of_64_bit_values_keep_their_digits(precision: Any, default: torch.dtype) -> None:
     class Logs(Draws):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("third", torch.tensor(1 / 3, dtype=torch.float64), on_step=False, on_epoch=True)
@@ -259,13 +261,18 @@ def test_means_of_64_bit_values_keep_their_digits(precision: Any) -> None:
             self.log("single", torch.tensor(1 / 3, dtype=torch.float32), on_step=False, on_epoch=True)
             return self.layer(batch).sum()
 
-    trainer = quiet(max_epochs=1, precision=precision)
-    trainer.fit(Logs(), DataLoader(torch.arange(6.0).view(6, 1), 2))  # type: ignore[arg-type]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        trainer = quiet(max_epochs=1, precision=precision)
+        trainer.fit(Logs(), DataLoader(torch.arange(6.0).view(6, 1), 2))  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(before)
     found = trainer.callback_metrics
     single = torch.tensor(1 / 3, dtype=torch.float32).double().item()
     assert found["third"].dtype == torch.float64
     assert found["third"].item() == 1 / 3
-    assert found["number"].item() == (1 / 3 if precision == "64-true" else single)
+    assert found["number"].item() == (single if (precision, default) == ("32-true", torch.float32) else 1 / 3)
     assert found["single"].item() == single
 
 

@@ -128,6 +128,10 @@ class AcceleratorConnector:
                 return kind.name()
         raise MisconfigurationException("This machine has no GPU that torch can use.")
 
+    def _check_and_init_precision(self) -> Precision:
+        # nequip replaces it when it is imported, for devices that this machine need not have.
+        return self.precision_plugin
+
 
 class FabricConnector(AcceleratorConnector):
     """The devices, strategy and precision of a Fabric with these arguments; nothing is started."""
