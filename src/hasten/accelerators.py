@@ -20,11 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 # The class of a backend is imported when it is used; ``extend.moved`` says where its module is.
-__getattr__, __dir__, _ = attach(
-    __name__,
-    {"hasten.xla.devices": "XLAAccelerator"},
-    also=__all__,
-)
+__getattr__, __dir__, _ = attach(__name__, {"hasten.xla.devices": "XLAAccelerator"}, also=__all__)
 
 
 def _absent(name: str, **why: str) -> Any:

@@ -575,8 +575,7 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
             unit, amount = interval.unit, getattr(interval, interval.unit)
             if unit == "time" and "max_time" not in given:
                 raise MisconfigurationException(
-                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'.",
-                    argument=name,
+                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'.", argument=name
                 )
         elif unit == "time":
             allowed = "'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict"

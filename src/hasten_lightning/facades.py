@@ -189,9 +189,7 @@ def accepted(facade: Facade, given: Mapping[str, Any]) -> dict[str, Any]:
             found[there] = given[name]
         elif given[name] != each.default:
             raise MisconfigurationException(
-                f"{facade.__name__}({name}=...): hasten has no such argument here.",
-                fix="Leave it out.",
-                argument=name,
+                f"{facade.__name__}({name}=...): hasten has no such argument here.", fix="Leave it out.", argument=name
             )
     return found
 

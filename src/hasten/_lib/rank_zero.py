@@ -89,12 +89,7 @@ def rank_zero_debug(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any
 
 @rank_zero_only
 def rank_zero_warn(
-    message: Any,
-    category: type[Warning] = UserWarning,
-    stacklevel: int | None = None,
-    *,
-    fix: str = "",
-    **kwargs: Any,
+    message: Any, category: type[Warning] = UserWarning, stacklevel: int | None = None, *, fix: str = "", **kwargs: Any
 ) -> None:
     """Warn, on the first process.
 

@@ -22,14 +22,7 @@ from hasten._lib.names import defined_by_program, warn_of_mode, without_unknown
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn, warn_once
 from hasten.callbacks import checkpoint_files
-from hasten.callbacks.early_stopping import (
-    MetricSource,
-    begins_anew,
-    check_monitor,
-    ends_before,
-    not_logged,
-    validates,
-)
+from hasten.callbacks.early_stopping import MetricSource, begins_anew, check_monitor, ends_before, not_logged, validates
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.elsewhere import conventions

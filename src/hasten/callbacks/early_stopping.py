@@ -96,10 +96,7 @@ class EarlyStopping(Callback):
         warn_of_mode(owner, monitor, mode)
         self.patience = check.whole(owner, "patience", patience, at_least=0, unit="checks", error=error)
         check.number(owner, "min_delta", min_delta, error=error)
-        given: dict[str, Any] = {
-            "stopping_threshold": stopping_threshold,
-            "divergence_threshold": divergence_threshold,
-        }
+        given: dict[str, Any] = {"stopping_threshold": stopping_threshold, "divergence_threshold": divergence_threshold}
         for name, threshold in given.items():
             check.instance(owner, name, threshold, numbers, "a number", allow_none=True, error=error)
             if isinstance(threshold, Tensor) and threshold.numel() != 1:

@@ -57,10 +57,7 @@ class Timer(Callback):
     """
 
     def __init__(
-        self,
-        duration: str | timedelta | dict[str, int] | None = None,
-        interval: str = "step",
-        verbose: bool = True,
+        self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         check.declared(Timer.__init__, locals())
         super().__init__()

@@ -75,12 +75,7 @@ class UploadedCheckpointIO(files.CheckpointIO):
     """
 
     def __init__(
-        self,
-        url: str,
-        checkpoint_io: files.CheckpointIO | None = None,
-        *,
-        tries: int = 3,
-        retry_seconds: float = 1.0,
+        self, url: str, checkpoint_io: files.CheckpointIO | None = None, *, tries: int = 3, retry_seconds: float = 1.0
     ) -> None:
         owner = type(self).__name__
         self.url = _checked_url(owner, url)

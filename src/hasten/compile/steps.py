@@ -75,11 +75,7 @@ class Step(Compiled):
         _logged.clear()
         # A graph for each number of arguments: with several loaders, the index of the loader is passed too.
         output, graph = self._run(
-            len(args),
-            self._hooks,
-            args[0],
-            lambda compiled: self._collecting(compiled, args),
-            python,
+            len(args), self._hooks, args[0], lambda compiled: self._collecting(compiled, args), python
         )
         if graph is None:
             return output, False

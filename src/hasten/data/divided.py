@@ -21,15 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.data.first_samples import (
-    DIFFERENT,
-    SAME,
-    Meeting,
-    ReaderComparison,
-    digest_of,
-    meet,
-    number_to_compare,
-)
+from hasten.data.first_samples import DIFFERENT, SAME, Meeting, ReaderComparison, digest_of, meet, number_to_compare
 from hasten.data.loader_parts import has_state, is_hugging_face, overrides_iter, with_attributes
 from hasten.data.memory.dataset_parts import parts
 from hasten.data.memory.read import DatasetProxy

@@ -209,13 +209,7 @@ def drawn_once(sampler: Iterable[Any], seed: int) -> Iterable[Any]:
 
 
 def check_dataloader(
-    loader: object,
-    argument: str,
-    name: str,
-    *,
-    batches: bool = True,
-    iteration: bool = True,
-    numbered: bool = False,
+    loader: object, argument: str, name: str, *, batches: bool = True, iteration: bool = True, numbered: bool = False
 ) -> None:
     """Check that hasten can change how ``loader`` makes its batches; the flags say what has to be as usual."""
     kind = type(loader).__name__

@@ -114,14 +114,10 @@ class Conventions:
         hasten="the object is reset, saved and restored all the same",
     )
     tunes_batch_size_alone: bool = _decision(
-        "`Tuner.scale_batch_size` with several processes",
-        lightning="an error",
-        hasten="searches on all processes",
+        "`Tuner.scale_batch_size` with several processes", lightning="an error", hasten="searches on all processes"
     )
     groups_wait_half_an_hour: bool = _decision(
-        "`timeout` of strategies by default",
-        lightning="30 minutes",
-        hasten="10 minutes",
+        "`timeout` of strategies by default", lightning="30 minutes", hasten="10 minutes"
     )
     # What is drawn and written.
     bars_have_counters: bool = _decision(
@@ -130,9 +126,7 @@ class Conventions:
         hasten="by time, at most ten times a second, on a line of its own design; epochs count from 1",
     )
     summary_has_flops: bool = _decision(
-        "FLOPs in the model summary without `example_input_array`",
-        lightning="a column of zeros",
-        hasten="no column",
+        "FLOPs in the model summary without `example_input_array`", lightning="a column of zeros", hasten="no column"
     )
     framework_is_lightning: bool = _decision(
         "the name that an optimizer's `repr` and Comet show",

@@ -195,6 +195,4 @@ ACCELERATORS: dict[str, Refused] = {
 }
 
 # Modules that other libraries have at their root, and what to write.
-MODULES = {
-    "metrics": "Use the package torchmetrics: self.log takes its metrics.",
-}
+MODULES = {"metrics": "Use the package torchmetrics: self.log takes its metrics."}

@@ -877,9 +877,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             window.gradient_norm = clip(parameters_of(optimizer), max_value)
         elif custom:
             module.configure_gradient_clipping(
-                optimizer,
-                gradient_clip_val=arguments.gradient_clip_val,
-                gradient_clip_algorithm=algorithm,
+                optimizer, gradient_clip_val=arguments.gradient_clip_val, gradient_clip_algorithm=algorithm
             )
 
     return finish_gradients

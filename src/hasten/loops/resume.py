@@ -455,12 +455,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
                 why = (
                     f"the {type(callback).__name__} is not configured to save the best model, or has not saved one yet"
                 )
-            raise make_error(
-                ValueError,
-                f'ckpt_path="best": {why}.',
-                fix=fix,
-                argument="ckpt_path",
-            )
+            raise make_error(ValueError, f'ckpt_path="best": {why}.', fix=fix, argument="ckpt_path")
         _warn_of_several(trainer, str(best))
         return str(best)
     if "://" not in text and not present(text) and not _has_own_places(trainer.strategy.checkpoint_io):

@@ -42,11 +42,7 @@ from hasten.checkpoint.snapshots import (
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in, package_of
 from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Earlier, Run
-from hasten.seed import (
-    collect_rng_state,
-    is_generator,
-    restore_rng_state,
-)
+from hasten.seed import collect_rng_state, is_generator, restore_rng_state
 
 # How many levels of objects and containers inside one another may belong to a step.
 _DEPTH = 8

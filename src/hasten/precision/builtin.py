@@ -122,9 +122,7 @@ def scaler_for(
         return torch.amp.GradScaler(device=device) if scaler is None else scaler
     if scaler is not None:
         raise MisconfigurationException(
-            f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.",
-            fix="Leave it out.",
-            argument="scaler",
+            f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.", fix="Leave it out.", argument="scaler"
         )
     return None
 

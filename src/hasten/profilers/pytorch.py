@@ -258,7 +258,7 @@ class PyTorchProfiler(Profiler):
             return
         rank_zero_warn(
             f"PyTorchProfiler: {batches} batches ({stage}) are not enough steps for the default schedule, which needs "
-            f"{_NEEDED}: all of them are recorded.",
+            f"{_NEEDED}: all of them are recorded."
         )
         actions = [ProfilerAction.RECORD] * (int(batches) - 1) + [ProfilerAction.RECORD_AND_SAVE]
         self._short[stage] = lambda step: actions[step] if step < batches else ProfilerAction.NONE

@@ -241,11 +241,7 @@ class ExchangedExperts(_ByExpert):
         return divided.redistribute(placements=[Replicate()]).to_local().view(hidden.shape).clone()
 
     def _exchanged(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Tensor],
-        mesh: DeviceMesh,
-        *inputs: Tensor,
+        self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, *inputs: Tensor
     ) -> Tensor:
         hidden, chosen, weights = inputs
         rows = hidden.flatten(0, -2)

@@ -102,8 +102,7 @@ def callbacks(arguments: Arguments) -> list[Callback]:
     bars, checkpoints = names_of(ProgressBar), names_of(Checkpoint)
     if len(bars) > 1:
         raise MisconfigurationException(
-            f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.",
-            argument="callbacks",
+            f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.", argument="callbacks"
         )
     for argument, given, enabled in (
         ("enable_progress_bar", bars, arguments.enable_progress_bar),

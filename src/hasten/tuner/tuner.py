@@ -165,8 +165,7 @@ class Tuner:
         """
         if method != "fit":
             raise MisconfigurationException(
-                f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate.",
-                argument="method",
+                f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate.", argument="method"
             )
         owner = "Tuner.lr_find"
         options = lr_find.SweepOptions(owner, mode, min_lr, max_lr, num_training, early_stop_threshold)

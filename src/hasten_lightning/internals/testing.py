@@ -57,11 +57,7 @@ def runif_reasons(
         (f"GPUs>={min_cuda_gpus}", min_cuda_gpus, lambda: num_cuda_devices() >= min_cuda_gpus),
         (f"torch>={min_torch}, {torch.__version__} installed", min_torch, lambda: installed >= Version(str(min_torch))),
         (f"torch<{max_torch}, {torch.__version__} installed", max_torch, lambda: installed < Version(str(max_torch))),
-        (
-            f"python>={min_python}",
-            min_python,
-            lambda: Version(platform.python_version()) >= Version(str(min_python)),
-        ),
+        (f"python>={min_python}", min_python, lambda: Version(platform.python_version()) >= Version(str(min_python))),
         ("CUDA device bf16", bf16_cuda, lambda: torch.cuda.is_available() and torch.cuda.is_bf16_supported()),
         ("unimplemented on Windows", skip_windows, lambda: sys.platform != "win32"),
         ("TPU", tpu, XLAAccelerator.is_available),

@@ -482,8 +482,7 @@ class UseReader:
         if node.attr not in OF_TRAINER:
             hint = did_you_mean(node.attr, OF_TRAINER)
             self.source.refuse(
-                node,
-                f"{self.source.segment(node)}: the ejected Trainer has no {node.attr}.{hint} Leave it out",
+                node, f"{self.source.segment(node)}: the ejected Trainer has no {node.attr}.{hint} Leave it out"
             )
         self.use.of_trainer.add(node.attr)
         hook = getattr(self.source.scope(node), "name", "")

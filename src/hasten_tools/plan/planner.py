@@ -485,10 +485,7 @@ class Variants:
         if not found.precision.endswith("-true") or found.precision == "32-true":
             yield "precision='bf16-true'", self._order(precision="bf16-true", **self._half())
         if several and not found.cpu_offload:
-            yield (
-                "strategy=FSDPStrategy(cpu_offload=True)",
-                self._order(strategy=FSDPStrategy(cpu_offload=True)),
-            )
+            yield ("strategy=FSDPStrategy(cpu_offload=True)", self._order(strategy=FSDPStrategy(cpu_offload=True)))
         size = min(PER_NODE, self.devices)
         if several and found.tensor_parallel == 1 and self.devices % size == 0:
             split = meshes.sizes_of((1, "auto", size), self.devices, self.nodes)

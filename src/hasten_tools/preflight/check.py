@@ -215,10 +215,7 @@ class Check:
                 self._guarded("time", lambda: cost.say_time(length, seen, rows))
             self._guarded("eval mode", lambda: training.check_repeatable(run, seen, rows))
             self._guarded("checkpoints", lambda: monitors.check_places(self.trainer, run, length, rows))
-            self._guarded(
-                "logging",
-                lambda: monitors.check_intervals(self.trainer, self.arguments, run, length, rows),
-            )
+            self._guarded("logging", lambda: monitors.check_intervals(self.trainer, self.arguments, run, length, rows))
             saved.restore()
 
     def _check_end(self, run: Run, length: Length) -> None:
