@@ -21,8 +21,7 @@ from hasten.hooks import overrides
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 Functions = dict[str, Callable[[Any], Any]]
 

@@ -34,9 +34,8 @@ from hasten.module.callback import Callback
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
     from hasten.checkpoint.background import BackgroundWriter
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
 

@@ -18,8 +18,7 @@ from hasten.module.callback import Callback
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 _TRAINING_STOPS = " Signaling Trainer to stop."
 

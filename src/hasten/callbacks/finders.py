@@ -9,8 +9,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
     from hasten.trainer.limited_runs import Stage
     from hasten.tuner.lr_find import LRFinder
     from hasten.tuner.tuned_value import TunedValue

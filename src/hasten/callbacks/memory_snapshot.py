@@ -12,8 +12,7 @@ from hasten._lib.rank_zero import log, rank_zero_warn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 
 class MemorySnapshot(Callback):

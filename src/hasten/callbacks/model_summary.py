@@ -10,8 +10,7 @@ from hasten.module.callback import Callback
 from hasten.report.summary import LayerTable, check_depth, format_table, totals
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 
 _NUMBERS = ("Params", "Params per Device", "FLOPs", "In sizes", "Out sizes")

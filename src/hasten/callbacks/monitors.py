@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.flop_counter import FlopCounterMode
 
-    from hasten.module import LightningModule
+    from hasten import LightningModule, Trainer
     from hasten.optim import LRSchedulerConfig
-    from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
 

@@ -13,8 +13,7 @@ from hasten.hooks import overrides
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
     from hasten.types import Batch, StepOutput
 
 

@@ -33,8 +33,7 @@ from hasten.types import RunningStage, TrainerFn
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
     from hasten.types import Batch, StepOutput
 
 # In Lightning it is a package; ``hasten.extend.moved`` knows its modules.

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn, Task, TaskID
     from rich.style import Style
 
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 
 @dataclass

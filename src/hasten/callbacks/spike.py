@@ -19,9 +19,7 @@ from hasten._lib.tree import Arrival, send_to_host
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
-    from hasten.fabric import Fabric
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import Fabric, LightningModule, Trainer
     from hasten.types import Batch, StepOutput
 
 FILE_NAME = "skip_batches.json"

@@ -18,8 +18,7 @@ from hasten.module.callback import Callback
 from hasten.types import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 # Seconds between two broadcasts of the first process's clock: rarely enough to cost nothing.
 _BROADCAST_SECONDS = 1.0

@@ -32,9 +32,8 @@ from hasten.strategies.sharded import as_shard, local_part
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -16,9 +16,8 @@ from hasten.module.callback import Callback
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
     from hasten.cli.parser import LightningArgumentParser
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
 
 
 class SaveConfigCallback(Callback):

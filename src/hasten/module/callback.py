@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
     from hasten.types import Batch, MetricValue, StepOutput
 
 

@@ -32,11 +32,9 @@ from hasten.types import TrainerStatus
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hasten.fabric import Fabric
+    from hasten import Callback, Fabric, Trainer
     from hasten.loggers.base import Logger
-    from hasten.module.callback import Callback
     from hasten.optim import HastenOptimizer
-    from hasten.trainer import Trainer
     from hasten.types import (
         Group,
         MapLocation,

@@ -27,9 +27,8 @@ from hasten.seed import collect_rng_state, restore_rng_state
 from hasten.types import TrainerFn, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
+    from hasten import LightningDataModule, Trainer
     from hasten.arguments import Arguments
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
 
 Result = TypeVar("Result")
 

@@ -27,10 +27,9 @@ from hasten.module.signatures import check_signatures
 from hasten.types import TrainerFn, TrainerStatus
 
 if TYPE_CHECKING:
+    from hasten import LightningDataModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module.datamodule import LightningDataModule
     from hasten.runtime import Runtime
-    from hasten.trainer import Trainer
     from hasten.types import PathLike
 
 

@@ -24,13 +24,12 @@ from hasten.types import RunningStage, TrainerFn, TrainerState, TrainerStatus
 if TYPE_CHECKING:
     import torch
 
+    from hasten import LightningDataModule, LightningModule
     from hasten.compile.report import CompileReport
     from hasten.logged_values import LoggedValues
     from hasten.loggers.base import Logger
     from hasten.loops.run import Progress, Run
     from hasten.loops.run_data import StageData
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
     from hasten.optim import LRSchedulerConfig
     from hasten.precision.base import Precision
     from hasten.record.history import History

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 from hasten.extend.entry_points import load
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
+    from hasten import LightningDataModule, LightningModule, Trainer
     from hasten.trainer.properties import TrainerView
     from hasten.types import Dataloaders, PathLike
     from hasten_lightning.internals.results import LoggerConnector

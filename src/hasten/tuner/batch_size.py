@@ -25,10 +25,8 @@ from hasten.tuner.probe import ProbeRun
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
+    from hasten import LightningDataModule, LightningModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
     from hasten.trainer.limited_runs import Stage
     from hasten.types import PathLike
 

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
+    from hasten import LightningDataModule, LightningModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
 _SMOOTHING = 0.98

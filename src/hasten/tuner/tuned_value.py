@@ -10,8 +10,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
+    from hasten import LightningDataModule, LightningModule
 
 
 class TunedValue:

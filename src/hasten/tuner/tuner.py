@@ -20,9 +20,8 @@ from hasten.tuner.lr_find import LRFinder
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
     from hasten.types import Dataloaders
 
 Method = Literal["fit", "validate", "test", "predict"]

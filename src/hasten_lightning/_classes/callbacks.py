@@ -8,8 +8,7 @@ from hasten.callbacks import checkpoint, checkpoint_files, lambda_function, pred
 from hasten_lightning.facades import Facade, exactly
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 
 class LambdaCallback(lambda_function.LambdaCallback, metaclass=Facade):

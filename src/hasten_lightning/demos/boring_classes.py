@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from hasten.module import LightningModule
-from hasten.module.datamodule import LightningDataModule
+from hasten import LightningDataModule, LightningModule
 from hasten.types import Batch, Dataloaders, OptimizerLRScheduler, StepOutput
 
 

@@ -12,10 +12,8 @@ from hasten.module.hparams import StoredHyperParameters
 from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
-    from hasten.callbacks import Callback
+    from hasten import Callback, LightningDataModule, LightningModule
     from hasten.loops.run import Run
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
     from hasten.types import PathLike, TrainerState
 
     class Resumes(Protocol):

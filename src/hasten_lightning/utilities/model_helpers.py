@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hasten import Callback, LightningDataModule, LightningModule
 from hasten._lib.errors import make_error
 from hasten._lib.lazy import attach
 from hasten._lib.optional import need
 from hasten._lib.tree import whole
 from hasten.hooks import overrides
-from hasten.module import LightningModule
-from hasten.module.callback import Callback
-from hasten.module.datamodule import LightningDataModule
 
 if TYPE_CHECKING:
     from hasten_deepspeed.summary import DeepSpeedSummary as DeepSpeedSummary

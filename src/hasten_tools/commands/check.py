@@ -68,10 +68,8 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
 
     ``run_it`` runs it in this process, which it changes for good, and returns its exit code; ``shown`` is its name.
     """
-    from hasten.fabric import Fabric
+    from hasten import Fabric, LightningDataModule, Trainer
     from hasten.loops.evaluate import evaluate, predict
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
     from hasten_tools.preflight.check import alone
     from hasten_tools.preflight.report import CheckReport, CheckRow, Rows
     from hasten_tools.preflight.said import innermost, row_of_error

@@ -11,10 +11,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
+from hasten import Fabric, Trainer
 from hasten._lib.observers import set_during
-from hasten.fabric import Fabric
 from hasten.seed import seed_everything
-from hasten.trainer import Trainer
 from hasten_lightning.commands import run
 from hasten_tools.speed.fit_trial import FitTrial, Orders
 from hasten_tools.speed.trial import Session

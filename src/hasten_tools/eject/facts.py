@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten import LightningDataModule, LightningModule
 from hasten._lib.errors import make_error
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.extend.origin import comes_from
-from hasten.module import LightningModule
-from hasten.module.datamodule import LightningDataModule
 from hasten.optim.fast_step import needs_closure
 from hasten_tools.eject.source import EjectError
 
 if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module.module import LightningModule
-    from hasten.trainer import Trainer
     from hasten.types import Dataloaders
 
 # The arguments under which a fit is prepared on any machine, and nothing is written or shown.

@@ -14,11 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hasten import Callback, LightningDataModule, LightningModule
 from hasten._lib.errors import make_error
 from hasten.extend.origin import is_builtin, module_of, source_file
-from hasten.module import LightningModule
-from hasten.module.callback import Callback
-from hasten.module.datamodule import LightningDataModule
 from hasten_tools.eject.facts import Facts, gather
 from hasten_tools.eject.objects import ONLY_SHOW
 from hasten_tools.eject.program import ejected
@@ -26,8 +24,7 @@ from hasten_tools.eject.reader import SIGNATURES
 from hasten_tools.eject.source import EjectError, rows_of
 
 if TYPE_CHECKING:
-    from hasten.module.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
 
 # Modules of names for annotations, which do not say where they come from.
 _TYPES = ("typing", "hasten.types")

@@ -24,10 +24,8 @@ from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.report import USABLE, Change, FitPlan, Measured, PlannedMesh, Speeds
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
+    from hasten import LightningDataModule, LightningModule, Trainer
     from hasten.strategies.mesh.sizes import MeshSizes, Size
-    from hasten.trainer import Trainer
     from hasten.types import Dataloaders, PrecisionName, StrategyLike
     from hasten_tools.plan.meshes import Mesh
     from hasten_tools.plan.step import Order

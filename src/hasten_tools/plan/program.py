@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hasten.fabric import Fabric
+from hasten import Fabric, Trainer
 from hasten.machine.devices import number_of
-from hasten.trainer import Trainer
 from hasten_tools.plan.meshes import processes_of
 from hasten_tools.plan.planner import BUDGET_SECONDS, PER_NODE, PlanError, Variants, chosen_mesh, plan_variants
 from hasten_tools.plan.report import FitPlan, Speeds

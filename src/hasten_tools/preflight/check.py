@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from hasten import Callback, LightningDataModule, LightningModule
 from hasten._lib import torch_private
 from hasten._lib.device import is_cuda
 from hasten._lib.observers import set_until
@@ -26,9 +27,6 @@ from hasten.loops.fit import fit
 from hasten.loops.run_data import STEP_OF
 from hasten.loops.saved_state import SavedObjects
 from hasten.machine.cluster import ClusterEnvironment
-from hasten.module import LightningModule
-from hasten.module.callback import Callback
-from hasten.module.datamodule import LightningDataModule
 from hasten.module.signatures import check_takes_loader
 from hasten.seed import collect_rng_state, restore_rng_state
 from hasten.types import RunningStage

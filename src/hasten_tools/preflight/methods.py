@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from hasten import Callback, LightningModule
 from hasten.arguments import require_callback
 from hasten.callbacks.checkpoint import Checkpoint
 from hasten.callbacks.model_summary import ModelSummary
@@ -16,8 +17,6 @@ from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides
 from hasten.loops.run_data import HOOK_OF, STEP_OF
 from hasten.loops.user_code import check_call
-from hasten.module import LightningModule
-from hasten.module.callback import Callback
 from hasten.module.datamodule import DataHooks, LightningDataModule
 from hasten.module.signatures import check_signatures
 from hasten_tools.preflight.report import Rows

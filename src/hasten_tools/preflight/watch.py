@@ -23,8 +23,7 @@ from hasten_tools.preflight.waits import Waits
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
     from hasten.types import Batch, StepOutput
     from hasten_tools.preflight.report import Status
 

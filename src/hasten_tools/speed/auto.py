@@ -38,9 +38,7 @@ from hasten_tools.speed.trial import function_at
 from hasten_tools.speed.trial_processes import TrialError
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
+    from hasten import LightningDataModule, LightningModule, Trainer
     from hasten.types import Dataloaders, PathLike
 
 # What training before training may cost: fewer turns than the advisor takes when it is called.
@@ -66,8 +64,7 @@ def advise(
     **amount: Any,
 ) -> Advice:
     """Measure which speed-ups make this training faster; see ``Trainer.advise``, and ``Plan`` for the amount."""
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
+    from hasten import LightningDataModule, LightningModule
 
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders

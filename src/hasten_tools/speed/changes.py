@@ -14,8 +14,7 @@ from hasten.machine.host import usable_cores
 from hasten.machine.launch import threads_for_each
 
 if TYPE_CHECKING:
-    from hasten.module.module import LightningModule
-    from hasten.trainer import Trainer
+    from hasten import LightningModule, Trainer
     from hasten.types import Devices
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")

@@ -49,9 +49,7 @@ from hasten_tools.speed.trial_processes import (
 )
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
+    from hasten import LightningDataModule, LightningModule, Trainer
     from hasten.types import Batch, Dataloaders, StepOutput
 
 # Share of the expected run that measuring may take.

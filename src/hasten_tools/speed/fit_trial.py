@@ -24,9 +24,8 @@ from hasten_tools.speed.inspect_run import Observed, facts, is_coarse, mask_of
 from hasten_tools.speed.trial import Session, function_at, leave
 
 if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
     from hasten.loops.run import Run
-    from hasten.module import LightningModule
-    from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
 # Steps whose gradients are compared.

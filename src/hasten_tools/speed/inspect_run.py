@@ -34,8 +34,7 @@ from hasten.seed import isolate_rng
 from hasten_tools.speed.changes import attention_dropouts, processes_here
 
 if TYPE_CHECKING:
-    from hasten.module.datamodule import LightningDataModule
-    from hasten.trainer import Trainer
+    from hasten import LightningDataModule, Trainer
     from hasten.types import Batch, Dataloaders
 
 # Memory that the driver takes on a GPU in addition to torch's.
