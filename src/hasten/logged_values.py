@@ -204,9 +204,7 @@ class LoggedValues:
     def weighed(self, weight: Tensor) -> AbstractContextManager[None]:
         """Return a context in which means over the processes count this process by a weight, whose mean is 1.
 
-        Args:
-            weight: one element; where it is 0, the value does not count, whatever it is.
-
+        The weight has one element; where it is 0, the value does not count, whatever it is.
         """
 
         def observer(record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> Any:

@@ -36,11 +36,8 @@ HOW = ("selective", "full")
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a module: children of one class in an ``nn.ModuleList`` or ``nn.Sequential``.
 
-    Args:
-        module: any module. Single layers (``nn.Linear``) are not blocks, and blocks inside of blocks are not listed.
-
-    Returns:
-        the blocks in order, each once; an empty list if nothing is repeated.
+    Single layers (``nn.Linear``) are not blocks, and blocks inside of blocks are not listed. They are in order, each
+    once.
 
     Example::
 

@@ -251,11 +251,9 @@ class Runtime:
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are created on the device and in the precision of the run.
 
-        Args:
-            empty_init: do not initialize parameters, as weights are loaded afterwards. Parameters that are not loaded
-                get their initial values when training begins, or in ``Fabric.setup``. A strategy that shards parameters
-                makes them on the meta device.
-
+        ``empty_init`` leaves parameters as they are, where weights are loaded afterwards. Those that are not loaded get
+        their initial values when training begins, or in ``Fabric.setup``. A strategy that shards them makes them on the
+        meta device.
         """
         return init_module(self.strategy, self.precision, self.device, empty_init)
 

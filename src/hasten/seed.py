@@ -131,12 +131,9 @@ def seed_worker(worker_id: int, rank: int | None = None) -> None:
 def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
-    Args:
-        cuda: include the accelerators that are in use: CUDA, MPS, and accelerators of packages (``DeviceGenerator``).
-
-    Returns:
-        A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
-        and ``==`` compares two of them.
+    With ``cuda`` also of the accelerators in use: CUDA, MPS, and those of packages (``DeviceGenerator``).
+    ``torch.load(..., weights_only=True)`` reads the dict of numbers, strings and bytes, and ``==`` compares two of
+    them.
 
     Example::
 
@@ -167,8 +164,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Restore the random generators to a state from :func:`collect_rng_state`.
 
-    Args:
-        state: generators not in it are unchanged. States of GPUs that this machine does not have are ignored.
+    Generators not in it are unchanged. States of GPUs that this machine does not have are ignored.
 
     Example::
 

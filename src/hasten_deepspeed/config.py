@@ -30,8 +30,7 @@ _OTHER_LOOPS = {
 def read_config(config: object) -> dict[str, Any] | None:
     """Return the configuration of ``DeepSpeedStrategy(config=...)``; without one, the file that the environment names.
 
-    Args:
-        config: a dict, the path of a JSON file, or None.
+    ``config`` is a dict, the path of a JSON file, or None.
 
     Raises:
         FileNotFoundError: the file does not exist.

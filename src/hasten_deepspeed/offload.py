@@ -28,9 +28,7 @@ def is_cpu_adam(optimizer: Optimizer) -> bool:
 def check_offloaded(optimizer: Optimizer, keep: str) -> None:
     """Refuse an optimizer whose state DeepSpeed keeps on the host, and that ``as_cpu_adam`` cannot replace.
 
-    Args:
-        optimizer: the user's.
-        keep: the strategy that steps this optimizer unchanged, as it would be written in the program.
+    ``keep`` is the strategy that steps the optimizer unchanged, as a program would write it.
 
     Raises:
         ValueError: it is neither torch's Adam or AdamW nor one of DeepSpeed's, or DeepSpeedCPUAdam does not compute
@@ -75,11 +73,8 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     Both share the list of groups and the state, so that schedulers and programs that hold the user's optimizer read and
     change what is stepped. Only the new one steps.
 
-    Args:
-        optimizer: torch's, which ``check_offloaded`` has let pass.
-        schedulers: those that are known; they belong to the new optimizer from now on.
-        in_16_bits: keep the state in the type of the weights, as ``bf16_optimizer_states`` in DeepSpeed's
-            configuration says.
+    ``check_offloaded`` has let the optimizer pass. ``schedulers`` belong to the new one from now on. ``in_16_bits``
+    keeps the state in the type of the weights, as ``bf16_optimizer_states`` in DeepSpeed's configuration says.
 
     Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021;
     `DeepSpeed, optimizers <https://deepspeed.readthedocs.io/en/latest/optimizers.html>`_.

@@ -42,10 +42,7 @@ class OwnRange(NamedTuple):
 class EngineState:
     """The entries of a checkpoint that belong to an engine, and how they are restored.
 
-    Args:
-        engine: DeepSpeed's.
-        groups: for each group of the optimizer its parameters before the engine was made.
-
+    ``groups`` has for each group of the optimizer its parameters before the engine was made.
     """
 
     def __init__(self, engine: nn.Module, groups: list[list[nn.Parameter]]) -> None:

@@ -120,9 +120,7 @@ def started_by_command_line() -> bool:
 def parse_variables(kind: type, template: str = "PL_%(cls_name)s_%(cls_argument)s") -> Namespace:
     """Return Lightning's arguments that the environment sets: ``PL_TRAINER_DEVICES=2`` for ``Trainer(devices=2)``.
 
-    Args:
-        kind: the class; its name and its parameters are parts of the names of the variables.
-        template: the name of a variable.
+    ``template`` makes the name of a variable of those of the class and of a parameter.
 
     Example::
 

@@ -171,10 +171,6 @@ def accepted(facade: Facade, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Those that it does not have must have their defaults.
 
-    Args:
-        facade: the class.
-        given: the named arguments of its ``__init__``.
-
     Raises:
         MisconfigurationException: an argument that hasten does not have is given.
 

@@ -260,9 +260,8 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     Those with another annotation, and numbers, are left out. 0 and 1 are taken for False and True, as from a config
     file.
 
-    Args:
-        function: it, with annotations that are texts (``from __future__ import annotations``).
-        given: its arguments by name, such as ``locals()``.
+    ``function`` has annotations that are texts (``from __future__ import annotations``); ``given`` are its arguments by
+    name, such as ``locals()``.
 
     Example::
 

@@ -620,10 +620,8 @@ def pass_over_graphs(change: Callable[[torch.fx.Graph], None], file: str) -> dic
 
     Empty where the program has set a pass for all graphs.
 
-    Args:
-        change: changes the graph; it may call ``use_one_thread``.
-        file: where ``change`` is written: torch caches the code that it leads to by the content of this file.
-
+    ``change`` may call ``use_one_thread``. torch caches the code that it leads to by the content of ``file``, in which
+    ``change`` is written.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files

@@ -423,13 +423,8 @@ def all_rounded_up(lengths: Tensor, multiple_of: int | Sequence[int] | None) -> 
 def widths_for(lengths: Sequence[int] | Tensor, count: int = 8, *, multiple_of: int = 8) -> tuple[int, ...]:
     """Return the few widths that leave the least padding when each sample is padded to the next of them.
 
-    Args:
-        lengths: tokens of every sample, ``(samples,)``.
-        count: how many widths at most.
-        multiple_of: each is a multiple of this; the last is the longest length where its multiple would be longer.
-
-    Returns:
-        The widths, rising; every length fits in the last.
+    There are ``count`` of them at most. Each is a multiple of ``multiple_of``; the last is the longest length where its
+    multiple would be longer. They rise, and every length fits in the last.
 
     Example::
 

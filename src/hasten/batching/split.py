@@ -114,12 +114,9 @@ def measure(batch: Any, fields: Fields | None = STACKED) -> int:
 
 
 def split(batch: Any, size: int, fields: Fields | None = STACKED) -> list[tuple[Any, int]]:
-    """Return ``batch`` in parts of ``size`` samples with the samples of each; the last may have fewer.
+    """Return ``batch`` in parts of ``size`` samples with the samples of each; the last may have fewer; see ``measure``.
 
-    Args:
-        batch: see ``measure``. Its tensors are not copied.
-        size: at least 1.
-        fields: see ``measure``.
+    Tensors are not copied.
 
     Raises:
         ValueError: it cannot be split; the message names the element.

@@ -217,12 +217,7 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     Weights, optimizers, schedulers, callbacks and hyper-parameters have the same keys in both. Lightning does not
     keep random states, the position in the data, or the gradients of an unfinished accumulation.
 
-    Args:
-        checkpoint: the content of a file. It is not changed.
-        source: the file, for messages.
-
-    Returns:
-        A new dict for a checkpoint of Lightning, else the same one.
+    The checkpoint does not change: one of Lightning gives a new dict. ``source`` is the file, for messages.
 
     Raises:
         ValueError: the counters of Lightning's loops are inconsistent.

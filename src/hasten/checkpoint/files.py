@@ -322,10 +322,8 @@ def _copied_if_small(tensor: Tensor) -> Tensor:
 def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> None:
     """Check that a checkpoint is whole, without building its tensors.
 
-    Args:
-        path: a path or a URL that fsspec understands.
-        share: ``(index, count)`` to read only a part of it, where ``count`` processes check it together. The first of
-            them reads a file; each of them reads some files of a folder.
+    Where ``count`` processes check it together, ``share`` is ``(index, count)``: the first reads a file, each reads
+    some files of a folder.
 
     Raises:
         CheckpointDamaged: it is incomplete or changed.
@@ -545,9 +543,7 @@ _NUMBERS = ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", 
 def check_plain(contents: object, name: str = "checkpoint") -> None:
     """Raise unless ``torch.load(..., weights_only=True)`` can read ``contents`` back.
 
-    Args:
-        contents: nested dicts, lists, tuples and sets.
-        name: the name of ``contents`` in the message.
+    It has nested dicts, lists, tuples and sets, and is called ``name`` in the message.
 
     Raises:
         TypeError: something in it is another Python object; the message says where and what to do.

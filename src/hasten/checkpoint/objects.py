@@ -120,11 +120,8 @@ def read(file: IO[bytes], map_location: Any, *, data: bool = True, leaves_out: b
 
     Unlike ``torch.load(weights_only=True)`` it reads subclasses of dict and list, too.
 
-    Args:
-        file: open for reading, at its beginning.
-        map_location: as for ``torch.load``.
-        data: also read simple classes that older checkpoints of Lightning hold, such as ``argparse.Namespace``.
-        leaves_out: accept ``NotRead`` in hyper-parameters.
+    ``data`` also reads simple classes that older checkpoints of Lightning hold, such as ``argparse.Namespace``;
+    ``leaves_out`` accepts ``NotRead`` in hyper-parameters.
 
     Returns:
         The contents, and the names of the classes and functions in them that keep them from being used: ``NotRead``

@@ -43,10 +43,7 @@ def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
 class Folder:
     """A checkpoint folder.
 
-    Args:
-        place: the folder.
-        read_file: reads a file; called with the path or URL of the contents.
-        device: where whole tensors go.
+    ``read_file`` reads a file by its path or URL; whole tensors go to ``device``.
 
     Raises:
         CheckpointDamaged: a file is missing, or has another size than was written.
@@ -235,10 +232,6 @@ class StoredTensors(MutableMapping[str, Any]):
     """Names and tensors in a checkpoint folder: a tensor is read whole when it is asked for.
 
     Entries may be replaced, added and removed, as in the dict of a checkpoint file; that does not change the folder.
-
-    Args:
-        entries: names and ``StoredTensor`` objects, tensors or other values.
-
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:

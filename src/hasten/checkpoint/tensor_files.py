@@ -206,11 +206,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 class _TensorReader(FileSystemReader):
     """Reads tensors at places given as plain data, so that nothing is unpickled.
 
-    Args:
-        place: the folder.
-        metadata: layout and contents of the folder.
-        check: called with the name of each file that is about to be read.
-
+    ``check`` is called with the name of each file that is about to be read.
     """
 
     def __init__(self, place: Place, metadata: Metadata, check: Callable[[str], None]) -> None:

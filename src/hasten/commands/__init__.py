@@ -46,8 +46,7 @@ def commands() -> dict[str, Command]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Args:
-        arguments: without the program's name; by default the arguments of this process.
+    Its arguments are those of this process, unless others are given, without the program's name.
 
     Returns:
         The exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.

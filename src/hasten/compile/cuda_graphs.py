@@ -84,10 +84,7 @@ def recorded_steps(compiled: CompiledModel | None, module: nn.Module) -> CudaGra
 def kept_outputs(outputs: T, *, all_of_them: bool) -> T:
     """Return ``outputs`` with copies of the tensors that are kept beyond the step: the next replay overwrites them.
 
-    Args:
-        outputs: of a recorded graph.
-        all_of_them: copy every tensor; else only tensors of one element, such as losses, which are logged and
-            collected.
+    Without ``all_of_them``, only tensors of one element are copied, such as losses, which are logged and collected.
 
     Example::
 

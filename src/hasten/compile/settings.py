@@ -96,13 +96,8 @@ class CompileSettings:
 def as_compile(owner: str, value: object) -> CompileSettings | None:
     """Return the settings for ``compile=value``; None for no compilation.
 
-    Args:
-        owner: "Trainer" or "Fabric", for messages.
-        value: None or False, True, "regional", "step", or a dict of options of ``torch.compile``, which may also hold
-            ``"regional"``, ``"step"`` and ``"cache"`` (True or False).
-
-    Returns:
-        the settings, or None.
+    The value is None or False, True, "regional", "step", or a dict of options of ``torch.compile``, which may also hold
+    ``"regional"``, ``"step"`` and ``"cache"`` (True or False). Messages begin with ``owner``.
 
     Raises:
         TypeError: the value or an option has a wrong type.

@@ -87,12 +87,9 @@ def why_not_in_graph(optimizer: Optimizer) -> Parts | None:
 
 
 class Update:
-    """The tensors of one optimizer that a graph changes.
+    """The tensors of one Adam, AdamW or SGD that a graph changes.
 
-    Args:
-        optimizer: Adam, AdamW or SGD.
-        records: whether CUDA graphs are recorded, which need to know that these tensors stay where they are.
-
+    ``records`` says whether CUDA graphs are recorded, which need to know that these tensors stay where they are.
     """
 
     def __init__(self, optimizer: Optimizer, *, records: bool) -> None:

@@ -202,10 +202,7 @@ def uses_argument(function: Callable[..., object], argument: str, owner: object 
     Calls are followed that the code writes as ``self.name(...)``, ``super().name(...)``, ``name(...)`` or
     ``Class.name(...)``, if they lead to functions of a program. Any other call uses what it is given.
 
-    Args:
-        function: a function or method of a program.
-        argument: its name there.
-        owner: what ``self`` is in the function; None where it has no such argument.
+    ``owner`` is what ``self`` is in the function; None where it has no such argument.
 
     Example::
 

@@ -154,9 +154,7 @@ def _cut_unfinished_line(path: str) -> int:
 class ExperimentWriter:
     """The files of one run: what ``logger.experiment`` gives.
 
-    Args:
-        log_dir: folder of the run; made when it does not exist. Rows are appended to a ``metrics.csv`` there.
-
+    Their folder is made when it does not exist. Rows are appended to a ``metrics.csv`` there.
     """
 
     NAME_METRICS_FILE = "metrics.csv"

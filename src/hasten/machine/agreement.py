@@ -208,14 +208,10 @@ def exchange(
 ) -> list[Any]:
     """Return the values of all processes at ``place``, by rank; None for those that do not arrive.
 
-    Args:
-        place: a name that is the same on all processes and used once.
-        own: the value of this process, plain data, not None.
-        what: describes ``place`` in the message about missing processes.
-        patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
-        ask: the kind of a question that the others ``answer``, and where this process is. A process that has passed the
-            place is not waited for: it may be in a collective, waiting for this process.
-
+    ``place`` is a name that is the same on all processes and used once; messages about missing processes describe it as
+    ``what``. Values are plain data, not None. ``ask`` is the kind of a question that the others ``answer``, and where
+    this process is: a process that has passed the place is not waited for, as it may be in a collective, waiting for
+    this process.
     """
     messages, rank, size = store(), dist.get_rank(), dist.get_world_size()
     messages.set(f"{place}/{rank}", json.dumps(own))

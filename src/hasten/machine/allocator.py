@@ -32,10 +32,8 @@ _FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/local/lib", "/usr/lib", 
 def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
     """Keep the freed memory of this process while the context is open.
 
-    Args:
-        name: "keep" for the C library's allocator without giving back, "tcmalloc" or "jemalloc" if this process was
-            started with it.
-        owner: "Trainer" or "Fabric", for the messages.
+    ``name`` is "keep" for the C library's allocator without giving back, "tcmalloc" or "jemalloc" if this process was
+    started with it.
 
     Raises:
         ValueError: it is not available in this process; the message says how to start one with it.

@@ -83,9 +83,7 @@ class _Nothing:
 class StopRequests:
     """Record SIGINT and SIGTERM while the context is open, instead of ending the process.
 
-    Args:
-        all_reduce: ``runtime.all_reduce`` if several processes must agree, else None.
-        also: signals that ask to stop as SIGTERM does.
+    ``all_reduce`` is the runtime's if several processes must agree. Signals of ``also`` ask to stop as SIGTERM does.
 
     Handlers are installed in the main thread only, and removed at the end. Ignored signals stay ignored.
     A second Ctrl-C raises KeyboardInterrupt at once.

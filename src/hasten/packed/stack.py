@@ -206,14 +206,9 @@ class Stack:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float, first_only: bool) -> Tensor:
         """Attend within each sequence of the row.
 
-        Args:
-            query: shape ``(real tokens, heads, features)``, or of first tokens ``(sequences, heads, features)``.
-            key: shape ``(real tokens, heads, features)``; there may be fewer heads.
-            value: as ``key``.
-            p: probability of dropping an attention weight.
-            scale: factor of the products.
-            first_only: whether ``query`` has only the first token of each sequence.
-
+        ``query`` has the shape ``(real tokens, heads, features)``, with ``first_only`` that of the first tokens
+        ``(sequences, heads, features)``; ``key`` and ``value`` have ``(real tokens, heads, features)``, perhaps of
+        fewer heads.
         """
         assert self.call is not None
         layout = self.call.layout

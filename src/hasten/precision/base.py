@@ -201,12 +201,7 @@ class Precision:
 
 
 class DtypePrecision(Precision):
-    """The base of precisions whose parameters, inputs and computation have one floating type.
-
-    Args:
-        dtype: the type.
-
-    """
+    """The base of precisions whose parameters, inputs and computation have one floating type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

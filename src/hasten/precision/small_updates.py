@@ -35,12 +35,10 @@ _stepped_by_caller: WeakSet[Optimizer] = WeakSet()
 def keep_small_updates(optimizer: Optimizer) -> None:
     """Make every step of ``optimizer`` compute in 32 bits for parameters of 16 bits.
 
-    Args:
-        optimizer: any that reads ``param.grad`` and changes the tensors of its ``param_groups``. Parameters of other
-            types are not affected. Calling this twice has no further effect.
+    It reads ``param.grad`` and changes the tensors of its ``param_groups``. Parameters of other types are not affected.
+    A second call has no further effect.
 
     Its ``state_dict`` gets one more tensor per parameter, and it loads states with and without that tensor.
-
     """
     if optimizer not in _attached:
         _attached[optimizer] = _FullSteps(optimizer)

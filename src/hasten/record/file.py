@@ -42,9 +42,7 @@ class Record(NoRecord):
     A process that is killed loses the lines of the last two seconds. If the file cannot be written (the disk is full,
     the folder was removed), a warning says so once, and the fit continues without its record.
 
-    Args:
-        path: the file; made when the first lines are written.
-        ready: says whether lines can be written; while it returns False they wait, until ``flush`` is called.
+    It is made when the first lines are written. While ``ready`` returns False lines wait, until ``flush`` is called.
 
     Example::
 

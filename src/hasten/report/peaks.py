@@ -167,9 +167,8 @@ _MEASURED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
     """Return a context that counts floating-point operations, including attention on the CPU.
 
-    Args:
-        by_module: also count the operations of each module. This hangs hooks on the inputs of modules, with which
-            ``torch.autograd.grad`` with respect to such an input raises an error. False by default.
+    ``by_module`` also counts the operations of each module. This hangs hooks on the inputs of modules, with which
+    ``torch.autograd.grad`` with respect to such an input raises an error.
 
     Example::
 

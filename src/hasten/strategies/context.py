@@ -121,8 +121,7 @@ class ContextSplit:
         Changed are Hugging Face models, ``nn.MultiheadAttention`` and the layers of torch that have one. Code of the
         program calls ``attention``.
 
-        Args:
-            module: the user's module, before it is wrapped and compiled.
+        The module is not wrapped or compiled yet.
 
         Raises:
             MisconfigurationException: the module combines tokens in a way that would see only this process's part,
@@ -164,12 +163,7 @@ class ContextSplit:
         return _attending_over(self)
 
     def split(self, batch: Batch) -> Batch:
-        """Return the part of a batch that belongs to this process; see ``split_batch``.
-
-        Args:
-            batch: the whole batch, the same on all processes of the group.
-
-        """
+        """Return the part of a batch that belongs to this process; see ``split_batch``. All have the same batch."""
         return split_batch(
             batch,
             self.rank,
@@ -184,13 +178,9 @@ class ContextSplit:
     def weight(self, batch: Batch) -> Tensor | float:
         """Return the factor of a loss with which its average over the group is the mean over all counted tokens.
 
-        Args:
-            batch: this process's part. Counted are its ``shift_labels``, or else its ``labels``, which are not
-                ``ignore_index``. The counts are summed over the group, which is a collective.
-
-        Returns:
-            ``counted here * size / counted in the group``; 1.0 for a batch without such labels, whose parts are equal.
-
+        Counted are the ``shift_labels`` of this process's part, or else its ``labels``, which are not ``ignore_index``.
+        The counts are summed over the group, which is a collective: ``counted here * size / counted in the group``. 1.0
+        for a batch without such labels, whose parts are equal.
         """
         labels = _labels_of(batch)
         if labels is None:
@@ -203,10 +193,7 @@ class ContextSplit:
     def weighed(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return a loss times ``weight``; 0 where no token of this process counts, although its mean is not a number.
 
-        Args:
-            loss: the mean over this process's counted tokens, one element.
-            batch: this process's part.
-
+        The loss is the mean over the counted tokens of ``batch``, this process's part.
         """
         return _weighed(loss, self.weight(batch))
 
@@ -215,11 +202,8 @@ class ContextSplit:
     ) -> Callable[..., Any]:
         """Return a step of a module, such as ``training_step``, that computes this process's part of its batch.
 
-        Args:
-            function: called with a batch and further arguments.
-            trains: whether to weigh the loss that it returns, by itself or as "loss" of a dict; one with
-                "loss_weight" is weighed by that.
-            weighing: returns a context in which the means that the step logs count by a weight.
+        With ``trains`` the loss is weighed that it returns, by itself or as "loss" of a dict; one with "loss_weight" by
+        that. ``weighing`` returns a context in which the means that the step logs count by a weight.
 
         Raises:
             MisconfigurationException: there is no sequence in the batch.
@@ -249,13 +233,7 @@ class ContextSplit:
         return on_part
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the parts of all processes, joined along a dimension; gradients go back to them.
-
-        Args:
-            tensor: this process's part, of the same shape on all.
-            dim: the dimension to join.
-
-        """
+        """Return the parts of all processes, of one shape, joined along a dimension; gradients go back to them."""
         dim = dim % tensor.dim()
         sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
         parts = all_to_all(sent.expand(self.size, *sent.shape).contiguous(), self.group)
@@ -293,8 +271,7 @@ def first_position(length: int) -> int:
 
     For models that make positions themselves: ``first_position(n) + torch.arange(n)``.
 
-    Args:
-        length: how many tokens of a sequence this process has.
+    A sequence has ``length`` tokens on this process.
 
     Example::
 

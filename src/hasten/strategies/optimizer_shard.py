@@ -86,12 +86,8 @@ class OptimizerShard:
     parts of this process; then each process sends its parts to the others. Optimizers that update each element by
     itself have equal parts everywhere; for others, whole parameters are distributed by their size.
 
-    Args:
-        optimizer: a ``torch.optim.Optimizer``, which is changed in place.
-        rank: the index of this process.
-        world_size: the number of processes.
-        device: where the backend communicates.
-        exchanges: returns whether the processes exchange the parts that they stepped; called in each step.
+    The backend communicates on ``device``. ``exchanges`` is called in each step: whether the processes exchange the
+    parts that they stepped.
 
     Raises:
         ValueError: the optimizer computes with all parameters at once.

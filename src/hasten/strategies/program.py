@@ -109,9 +109,7 @@ class ProgramMethods:
     def connect(self, model: nn.Module | None) -> None:
         """Let ``Trainer.save_checkpoint`` save a module that is not in a run yet.
 
-        Args:
-            model: the module; None for that of the run. A run passes its own when it begins.
-
+        Without ``model`` it is that of the run; a run passes its own when it begins.
         """
         self.connected_module = model
 
@@ -175,12 +173,8 @@ class ProgramMethods:
     ) -> object:
         """Compute the gradients of a loss.
 
-        Args:
-            closure_loss: the loss.
-            optimizer: a Trainer passes the optimizer, or None with manual optimization; Fabric passes the module.
-            args: for ``Tensor.backward``.
-            kwargs: for ``Tensor.backward``.
-
+        A Trainer passes the optimizer, or None with manual optimization; Fabric passes the module. The rest is for
+        ``Tensor.backward``.
         """
         self.pre_backward(closure_loss)
         if self._runtime is not None:
@@ -213,12 +207,7 @@ class ProgramMethods:
     ) -> object:
         """Step an optimizer.
 
-        Args:
-            optimizer: the optimizer.
-            closure: computes loss and gradients and clips them, if that has not been done.
-            model: the module; a Trainer's module by default.
-            kwargs: for ``optimizer.step``.
-
+        ``closure`` computes loss and gradients and clips them, if that has not been done.
         """
         engine = None if self._runtime is None else self._runtime.engine
         if engine is not None and (step := engine.step_of(optimizer)) is not None:
@@ -237,11 +226,7 @@ class ProgramMethods:
     ) -> None:
         """Write a checkpoint; all processes call it.
 
-        Args:
-            checkpoint: its contents.
-            filepath: the file, or the folder where the strategy saves folders.
-            storage_options: for ``checkpoint_io``.
-
+        It is a file, or a folder where the strategy saves folders. ``storage_options`` are for ``checkpoint_io``.
         """
         if self._runtime is not None:
             self.state.write(filepath, checkpoint, storage_options)
@@ -251,10 +236,7 @@ class ProgramMethods:
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the contents of a checkpoint.
 
-        Args:
-            checkpoint_path: the file or folder.
-            weights_only: False also reads Python objects, which can run code: only for files you trust.
-
+        ``weights_only=False`` also reads Python objects, which can run code: only for files you trust.
         """
         if self._runtime is not None:
             return self.state.read(checkpoint_path, weights_only=weights_only)
@@ -265,13 +247,7 @@ class ProgramMethods:
         return self.state.state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the weights of the Trainer's module.
-
-        Args:
-            checkpoint: a checkpoint of a Trainer.
-            strict: raise for missing and unexpected names.
-
-        """
+        """Restore the weights of the Trainer's module; ``strict`` raises for missing and unexpected names."""
         weights = checkpoint["state_dict"]
         self.state.load_state_dict(self.lightning_module, weights, strict=strict, source="the checkpoint")
 

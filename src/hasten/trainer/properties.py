@@ -371,13 +371,7 @@ class TrainerView(RuntimeView, TrainerSettings):
         self._history = history
 
     def note_row(self, values: Mapping[str, float], step: int) -> None:
-        """Add to the history values that a callback sends to the loggers itself; do nothing outside of a fit.
-
-        Args:
-            values: numbers by name.
-            step: the step, as loggers count them.
-
-        """
+        """Add to the history values that a callback sends to the loggers itself; do nothing outside of a fit."""
         if self._logged.on_row is not None:
             self._logged.on_row(step, self._progress.epoch, values)
 

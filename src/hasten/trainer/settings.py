@@ -24,11 +24,7 @@ T = TypeVar("T")
 class Setting(Generic[T]):
     """An argument as an attribute of a Trainer or a view of it; assigned values are checked as in ``Trainer(...)``.
 
-    Args:
-        doc: what the argument means.
-        settable: allow assignment.
-        convert: converts the value in use to the value that is shown.
-
+    ``convert`` makes the value that is shown of the value in use.
     """
 
     def __init__(self, doc: str, *, settable: bool = True, convert: Callable[[Any], T] | None = None) -> None:

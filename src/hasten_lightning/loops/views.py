@@ -49,10 +49,6 @@ class Loop:
     """A loop of a Trainer, with counters and loops inside it that are saved and restored together.
 
     Subclasses may keep counters (of ``hasten_lightning.loops.counts``) and other loops in attributes.
-
-    Args:
-        trainer: the Trainer.
-
     """
 
     _restarting: bool | None = None

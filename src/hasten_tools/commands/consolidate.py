@@ -110,16 +110,10 @@ def consolidate(
 ) -> Path:
     """Write one file of a sharded checkpoint.
 
-    Args:
-        folder: the checkpoint, or its URL.
-        output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` next to ``folder``.
-        weights_only: leave out what only training needs.
-        output_format: "safetensors" writes the weights alone; into a folder, if ``output`` does not end with
-            ``.safetensors``. None chooses by the name of ``output``.
-        prefix: with safetensors, write only weights whose names begin with it, without it.
-
-    Returns:
-        The path of what was written.
+    ``folder`` may be a URL. ``output`` must not exist; by default it is ``NAME-consolidated.ckpt`` next to ``folder``.
+    ``output_format`` "safetensors" writes the weights alone, into a folder if ``output`` does not end with
+    ``.safetensors``; None chooses by the name of ``output``. With it, ``prefix`` writes only weights whose names begin
+    with it, without it. Return the path.
 
     Raises:
         ValueError: ``folder`` is another thing, ``output`` exists, or the weights are not known.

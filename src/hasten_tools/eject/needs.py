@@ -44,9 +44,7 @@ def precision_of(arguments: dict[str, Any]) -> str:
 class Needs:
     """What the ejected loop has to do. Each property is one decision.
 
-    Args:
-        facts: what the first fit of the program has.
-        use: what the text of the program uses; a ModelCheckpoint that the Trainer adds is added to it.
+    ``facts`` are those of the first fit of the program. A ModelCheckpoint that the Trainer adds is added to ``use``.
 
     Raises:
         EjectError: the program needs something that a short loop does not have.

@@ -241,10 +241,7 @@ def loaded_names(tree: ast.AST) -> set[str]:
 def without_unused(text: str, keep: Callable[[str], bool]) -> str:
     """Return a program without imports and local variables that only removed code used.
 
-    Args:
-        text: the program.
-        keep: whether a name was unused before already.
-
+    ``keep`` says whether a name was unused before already.
     """
     for _ in range(5):
         source = Source(text, "the program")

@@ -24,12 +24,9 @@ _GROWTH = 1.0005
 def leave_out(module: nn.Module, kept: int, ledger: Ledger, stages: Mapping[str, int], stage: int) -> int:
     """Leave out all but some of the equal blocks of a module, in place, and count the backward of each block kept.
 
-    Args:
-        module: the user's module, before it is divided. Names of its parts do not change.
-        kept: how many blocks to keep of each row of equal ones; even.
-        ledger: counts the memory.
-        stages: the stage of a pipeline that has each block, by name; each keeps as many. Empty without a pipeline.
-        stage: one of this process; 0 without a pipeline.
+    The module is not divided yet, and names of its parts do not change. Of each row of equal blocks ``kept`` stay, an
+    even number. ``stages`` has the stage of a pipeline that has each block, by name, and ``stage`` is one of this
+    process; empty and 0 without a pipeline.
 
     Returns:
         the number of blocks in a row of the stage; 0 if nothing was left out: there are few blocks, or rows of
@@ -114,10 +111,7 @@ def extended(few: Measured, more: Measured) -> Measured:
     forward, the backward of the first blocks and of the last ones, and the optimizer's step. The peak of all is the
     largest of them.
 
-    Args:
-        few: with ``FEW`` of the blocks.
-        more: with ``MORE`` of them.
-
+    ``few`` has ``FEW`` of the blocks, ``more`` has ``MORE``.
     """
 
     def grown(one: int, other: int) -> int:

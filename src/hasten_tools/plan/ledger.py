@@ -34,11 +34,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[int], per_machine: int | None) -> Spread:
-        """Return the spread of a group.
-
-        Args:
-            ranks: of its processes, in their order in the group.
-            per_machine: ranks of each machine, which follow each other; None if all are on one.
+        """Return the spread of a group of ranks, with ``per_machine`` on each machine; None if all are on one.
 
         Example::
 
@@ -67,14 +63,9 @@ class Sent:
     parts: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, payload: int, spread: Spread, rounds: int, *, in_ring: bool = True) -> None:
-        """Add one call.
+        """Add one call, whose payload goes around the ring so many rounds.
 
-        Args:
-            payload: its bytes.
-            spread: of the group.
-            rounds: how often the payload goes around the ring.
-            in_ring: each process sends to the next; False if each sends to all others.
-
+        With ``in_ring`` each process sends to the next; else each sends to all others.
         """
         size = spread.processes
         sent = rounds * payload * (size - 1) // max(size, 1)
@@ -111,8 +102,7 @@ class Ledger(torch_private.TorchDispatchMode):
     A tensor counts from the operation that makes it until nothing refers to its memory. It costs a few microseconds an
     operation, and works alike on real tensors and on tensors without data.
 
-    Args:
-        per_machine: how many processes are on each machine, in the order of ranks; None if all are on one.
+    ``per_machine`` processes are on each machine, in the order of ranks; None if all are on one.
 
     Example::
 

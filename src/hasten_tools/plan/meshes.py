@@ -71,10 +71,7 @@ def processes_of(mesh: Mesh | None) -> int | None:
 def sizes_of(mesh: Mapping[str, Size] | Sequence[Size], devices: int, nodes: int) -> MeshSizes:
     """Return given sizes as numbers.
 
-    Args:
-        mesh: see ``Mesh``; "auto" is what the others leave.
-        devices: the number of processes.
-        nodes: the number of machines they are on.
+    "auto" in ``mesh`` is what the others leave; see ``Mesh``.
 
     Raises:
         ValueError: they are no sizes of a mesh, or do not multiply to the number of devices.
@@ -119,10 +116,7 @@ def _near(asked: Mapping[str, Size], devices: int) -> MeshSizes:
 def strategy_of(sizes: MeshSizes, own: StrategyLike | None) -> MeshStrategy:
     """Return the strategy with which a program trains on a mesh.
 
-    Args:
-        sizes: of the mesh.
-        own: the program's strategy. The other arguments of a ``MeshStrategy`` stay, among them its plan.
-
+    The other arguments of a ``MeshStrategy`` of the program's own stay, among them its plan.
     """
     is_split = sizes.tensor > 1
     made = MeshStrategy(
@@ -229,10 +223,7 @@ def _with_copies(base: MeshSizes, devices: int, nodes: int) -> list[MeshSizes]:
 def expected_memory(found: Measured, sizes: MeshSizes) -> int:
     """Return about how much memory a device needs on a mesh, in bytes.
 
-    Args:
-        found: of a mesh that splits layers over as many processes.
-        sizes: of a mesh with fewer shards.
-
+    ``found`` is of a mesh that splits layers over as many processes, ``sizes`` of one with fewer shards.
     """
     if found.cpu_offload:
         return found.on_device
@@ -250,14 +241,8 @@ def to_plan(
 ) -> Iterator[MeshSizes]:
     """Yield meshes one by one, and leave out those of which the plans so far say that they need no plan.
 
-    Args:
-        devices: the number of processes.
-        nodes: the number of machines they are on.
-        usable: memory of a device, in bytes; None if it is not known.
-        found: the plans so far; read before each mesh.
-        reasons: why meshes have no plan; added to.
-        cannot_win: returns why a mesh cannot be the best one, by the plans so far; "" if it can.
-
+    The memory of a device is ``usable`` bytes, None if that is not known. Plans are read from ``found`` before each
+    mesh; ``reasons`` gets why meshes have none. ``cannot_win`` returns why a mesh cannot be the best one; "" if it can.
     """
     whole, *others = candidates(devices, nodes)
     splits = [some for some in others if some[0].pipeline == 1]

@@ -167,11 +167,7 @@ class Measured:
 class Change:
     """One change of the program, and what it would make of the plan.
 
-    Args:
-        line: what to write.
-        measured: the plan with it; None if that cannot be planned.
-        reason: why it cannot.
-
+    ``line`` is what to write. Without ``measured`` it cannot be planned, for a ``reason``.
     """
 
     line: str

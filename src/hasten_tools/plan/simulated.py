@@ -170,9 +170,7 @@ def on_real_tensors() -> AbstractContextManager[Any]:
 def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
     """Replace parameters and buffers of ``module`` by some of the same shape that have no data, in place.
 
-    Args:
-        module: the user's module. What is on the meta device stays there.
-        mode: what ``fake_mode`` returned.
+    What is on the meta device stays there.
 
     Raises:
         ValueError: a parameter has no shape yet, or is of a class of its own.
@@ -223,11 +221,8 @@ def batch_without_data(
 ) -> Batch:
     """Return a batch of the same shapes without data.
 
-    Args:
-        batch: what the loader returned.
-        mode: what ``fake_mode`` returned.
-        see: is called with each tensor without data.
-        parts: keep this part of its samples: 2 for half of them.
+    ``see`` is called with each tensor without data. One of so many ``parts`` of its samples is kept: with 2, half of
+    them.
 
     Raises:
         ValueError: the batch has fewer samples.

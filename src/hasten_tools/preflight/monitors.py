@@ -35,13 +35,8 @@ def check_monitors(
 ) -> None:
     """Check that something logs what callbacks monitor, and that their modes fit the names.
 
-    Args:
-        callbacks: all of the Trainer.
-        logged: the names that one epoch of the check has logged.
-        rows: where to.
-        complete: whether training and validation have run; otherwise what is missing may come.
-        validated: whether validation has run: what its names belong to is missing then.
-
+    ``logged`` are the names that one epoch of the check has logged. Unless training and validation have run
+    (``complete``), what is missing may come; what belongs to validation is missing where that has run.
     """
     every = list(callbacks)
     # They may log the value, and a check does not call them.

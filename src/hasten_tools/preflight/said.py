@@ -84,10 +84,7 @@ def _entries_of_program(error: BaseException) -> list[tuple[str, int, str]]:
 def row_of_error(error: BaseException, name: str) -> CheckRow:
     """Return the row of an error that fit would have raised.
 
-    Args:
-        error: the error.
-        name: of the row where the traceback does not lead through a hook or step of the program.
-
+    It has this name where the traceback does not lead through a hook or step of the program.
     """
     entries = _entries_of_program(error)
     # A check may be called from a method of the same name; the innermost hook is the one that failed.

@@ -87,11 +87,8 @@ class NotFinite(BaseException):
 class StepWatch(Callback):
     """Watches the batches of a checked run, and records its observations in ``seen``.
 
-    Args:
-        seen: where to.
-        name_function: given the batch and its index, returns a sentence that names the function whose gradient is not
-            finite.
-
+    ``name_function`` gets the batch and its index, and returns a sentence that names the function whose gradient is not
+    finite.
     """
 
     def __init__(

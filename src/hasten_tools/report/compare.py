@@ -28,12 +28,9 @@ def curves_of_runs(
 ) -> list[Curve]:
     """Return the curves of runs that are to be compared.
 
-    Args:
-        runs: what was recorded.
-        keys: names of values, in which ``*`` and ``?`` stand for anything. Default: losses and accuracies of training
-            and validation, or everything logged where there are none.
-        x: what the curves are drawn over.
-        say: gets a line for each run without one of the values, and for values left out.
+    In ``keys``, ``*`` and ``?`` stand for anything. By default they are losses and accuracies of training and
+    validation, or everything logged where there are none. ``say`` gets a line for each run without one of the values,
+    and for values left out.
 
     Raises:
         ValueError: no run has a value of one of these names, none has any value, or epochs or times were not written.

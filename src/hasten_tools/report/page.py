@@ -26,9 +26,7 @@ MOST_RUNS = 7
 def render(runs: Sequence[RecordedRun], *, following: bool = False) -> str:
     """Return the page of one run, or of several side by side.
 
-    Args:
-        runs: what ``read_run`` returned.
-        following: let the page load itself again every few seconds.
+    With ``following`` the page loads itself again every few seconds.
 
     Raises:
         ModuleNotFoundError: plotly or jinja2 is not installed.
@@ -100,12 +98,7 @@ def follow(
 ) -> None:
     """Write the page again whenever a run has written something, until all have ended or a key interrupts.
 
-    Args:
-        paths: the runs.
-        output: the page.
-        say: called with a line when it begins and when it ends.
-        wait: seconds between two looks.
-
+    There are ``wait`` seconds between two looks.
     """
     files = [find_run(path) for path in paths]
     written: list[float] = []

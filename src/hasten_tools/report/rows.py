@@ -146,15 +146,8 @@ class LoggedRows:
     def add_cells(self, block: Block, begin: int, names: Sequence[str], before: int) -> tuple[Ints, Ints]:
         """Add the lines of a table of comma-separated values without quotation marks.
 
-        Args:
-            block: the lines.
-            begin: the first of them that is not the header.
-            names: of the columns.
-            before: how many rows the table has before these.
-
-        Returns:
-            the lines that have more or fewer cells than names, and the number of the row that each line is.
-
+        The first line of the block that is not the header is number ``begin``; the table has ``before`` rows before
+        these. Return the lines that have more or fewer cells than names, and the number of the row that each line is.
         """
         ends = block.ends - (block.text[block.ends - 1] == ord("\r"))
         is_row = ends > block.begins

@@ -104,12 +104,7 @@ def measure(
 
     Nothing of the trials is left, whether this returns or raises. After Ctrl-C the result is what was measured so far.
 
-    Args:
-        program: what is measured.
-        levers: by name or as objects.
-        plan: how much is measured.
-        say: called with lines of progress.
-        began: from when on the budget is spent, of ``time.monotonic``; now by default.
+    The budget is spent from ``began`` on, of ``time.monotonic``; now by default.
 
     Raises:
         AdviceError: the unchanged program cannot be measured.

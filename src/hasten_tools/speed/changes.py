@@ -45,9 +45,6 @@ def no_attention_dropout(module: nn.Module) -> None:
 
     On the CPU and for long rows it forces an attention that keeps every probability.
 
-    Args:
-        module: the module, changed in place.
-
     Example::
 
         >>> attention = nn.MultiheadAttention(8, 2, dropout=0.1)

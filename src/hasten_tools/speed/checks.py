@@ -68,14 +68,9 @@ def judge_losses(
     beginning. They may differ by rounding, by the noise (what other seeds make of the base, if steps are not alike),
     and by three standard errors of the difference, which is next to nothing if each step reads the same batch.
 
-    Args:
-        base: loss of each step, from the first.
-        losses: the same of the line, with the same seed.
-        safety: class of the change.
-        again: of another run of the base; it may be shorter.
-        seeds: of the base with other seeds.
-        alike: each step reads the samples and random numbers that it reads in the base.
-        coarse: the base computes with less than 32 bits itself.
+    There is one loss for each step, from the first, with the same seed in both. ``again`` is another run of the base,
+    which may be shorter; ``seeds`` are runs of it with other seeds. ``alike`` says that each step reads the samples and
+    random numbers that it reads in the base, ``coarse`` that the base computes with less than 32 bits itself.
 
     Example::
 

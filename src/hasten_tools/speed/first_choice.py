@@ -132,15 +132,8 @@ class Choice:
 class FirstChoice:
     """One choice for a training.
 
-    Args:
-        place: where lines are tried.
-        most: the least safe class of a speed-up that may be switched on.
-        title: of the program.
-        given: the Trainer's own arguments.
-        levers: those that may be switched on.
-        done: batches of the training that were done before, in the run that this one continues.
-        clock: seconds.
-
+    Of ``levers``, those up to the class ``most`` may be switched on. ``given`` are the Trainer's own arguments.
+    ``done`` batches were trained before, in the run that this one continues.
     """
 
     def __init__(
@@ -165,8 +158,7 @@ class FirstChoice:
     def choose(self, known_batches: float = math.inf) -> Choice | None:
         """Return what is faster; None for a training that is too short to look at.
 
-        Args:
-            known_batches: number of training batches, if it is known before the training is set up.
+        The number of batches is infinite if it is not known before the training is set up.
 
         Raises:
             TrialError: the unchanged program cannot be tried.
@@ -463,11 +455,8 @@ class InPlace:
     def look(self, levers: Levers, steps: Steps, *, checks: bool = True, asks_apart: bool = False) -> Sight:
         """Look at the first batch with these speed-ups on, then train one step and time so many more.
 
-        Args:
-            levers: what is on.
-            steps: how many, by the batches of the whole training.
-            checks: compute a few samples without dropout.
-            asks_apart: find out whether the samples of the first batch affect one another.
+        ``steps`` says how many, by the batches of the whole training. ``checks`` computes a few samples without
+        dropout, ``asks_apart`` finds out whether the samples of the first batch affect one another.
 
         Raises:
             TrialError: the program or a speed-up refuses, or a step fails.

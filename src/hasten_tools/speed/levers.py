@@ -307,9 +307,8 @@ _MOST_FROM_PEAKS = 3.0
 def expected_gain(lever: Lever, facts: Facts) -> float:
     """Return about how many times as fast a speed-up makes a program; the advisor tries the best first.
 
-    Args:
-        lever: the speed-up. Those that hasten does not know come first: the user registered or named them.
-        facts: about device, model and data, with "parts": seconds of a step by where they go.
+    Those that hasten does not know come first: the user registered or named them. ``facts`` are about device, model and
+    data, with "parts": seconds of a step by where they go.
 
     Example::
 
@@ -382,12 +381,7 @@ _registered: dict[str, Lever] = {}
 
 
 def register(lever: Lever) -> None:
-    """Add a speed-up to those that the advisor and ``Trainer(speed="auto")`` measure; one of the same name is replaced.
-
-    Args:
-        lever: the speed-up.
-
-    """
+    """Let the advisor and ``Trainer(speed="auto")`` measure a speed-up, in place of another one of its name."""
     unregister(lever.name)
     _registered[lever.name] = lever
 

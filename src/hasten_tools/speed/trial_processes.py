@@ -161,12 +161,9 @@ class TrialStarter:
     def start(self, target: str, *arguments: object, allocator: str | None = None, name: str = "") -> TrialProcess:
         """Start a trial; this returns at once.
 
-        Args:
-            target: "package.module:function", called in the new process with a ``hasten_tools.speed.trial.Session``.
-            arguments: further arguments of the function; they are pickled.
-            allocator: "tcmalloc" or "jemalloc", which the process is then started with.
-            name: for messages.
-
+        ``target`` is "package.module:function", called in the new process with a ``hasten_tools.speed.trial.Session``
+        and the arguments, which are pickled. ``allocator`` is "tcmalloc" or "jemalloc", which the process is then
+        started with.
         """
         path = self.scratch / f"trial-{next(self._numbers)}"
         path.write_bytes(pickle.dumps((target, pickle.dumps(arguments))))
@@ -462,10 +459,8 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
 def speed_text(speed: float | None, low: float | None = None, high: float | None = None) -> str:
     """Return how fast something is, as every report and progress line shows it; empty if too little is known.
 
-    Args:
-        speed: how many times as fast as what it was compared with; None if it was not measured.
-        low: lower end of the interval of ``speed``.
-        high: upper end of the interval; None for both ends, or infinity, if there is none.
+    It is None if it was not measured. ``low`` and ``high`` are the ends of its interval; both None, or ``high``
+    infinite, if there is none.
 
     Example::
 

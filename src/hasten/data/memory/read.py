@@ -188,9 +188,7 @@ class DatasetReader:
         while samples are read, including generators of the dataset and its transforms, and by reading samples again:
         all of a small dataset, at least 512 and one in ten of a large one.
 
-        Args:
-            loader: whose workers read; without workers, or without a loader, this process does.
-            allocate: gives the memory of the columns.
+        The workers of ``loader`` read, if it has some, else this process. ``allocate`` gives the memory of the columns.
 
         Raises:
             TypeError: the dataset has no samples by number.

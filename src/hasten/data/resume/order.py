@@ -186,12 +186,9 @@ def rest_of(
 ) -> Rest | None:
     """Return the rest of the epoch that a state was saved in; None where the loader itself gives it.
 
-    Args:
-        order: from ``state_of``, or of an earlier ``Rest``; None if the state has none.
-        loader: the loader that continues the epoch.
-        done: the batches that each process had done, counted as the saved run did.
-        begins: returns a context with the random state in which an epoch began.
-        moved: another number of processes shared the data.
+    ``order`` is from ``state_of`` or an earlier ``Rest``; None if the state has none. ``done`` are the batches that
+    each process had done, counted as the saved run did. ``begins`` returns a context with the random state in which an
+    epoch began. ``moved`` says that another number of processes shared the data.
 
     Raises:
         NotKnown: the order cannot be drawn again, and the loader gives another one.

@@ -177,14 +177,12 @@ class Stream:
         random numbers in this process: training would get other numbers than in the plain loop. Then an epoch that ends
         before its length ends without a last batch.
 
-        Args:
-            limit: end the epoch after this many batches, counted from its start.
+        ``limit`` ends the epoch after so many batches, counted from its start.
 
         Raises:
             RuntimeError: a loaded state cannot be reached in this loader, because its data has changed.
 
         A note at errors of the dataset names dataset, batch and sample.
-
         """
         if self._loaded is None and self._resumed is None:
             self._rest = None

@@ -33,12 +33,8 @@ _MOST_DIMENSIONS = 8
 class Schedule:
     """One of torch's schedules, for a number of processes and stages.
 
-    Args:
-        name: its name in torch, such as "1F1B"; see ``NAMES``.
-        processes: the number of processes.
-        stages: the number of stages; None for one in each process, or two with schedules of several.
-        micro_batches: the number of parts of a batch; None for two for each stage.
-        owner: the class that a program has written, for messages.
+    ``name`` is torch's, such as "1F1B"; see ``NAMES``. Without ``stages`` there is one in each process, or two with
+    schedules of several; without ``micro_batches`` there are two for each stage. Messages name ``owner``.
 
     Raises:
         ValueError: the schedule does not exist, or not for these numbers.
@@ -141,15 +137,8 @@ class Stage(pipelining.PipelineStage):
     Activations of a batch whose shapes are new are sent with a header, so that no stage has to compute only to learn
     them.
 
-    Args:
-        index: which stage.
-        schedule: the schedule.
-        group: the processes of the pipeline.
-        device: where tensors are exchanged.
-        forward: called with the index of a micro-batch and the activations of the stage before; returns those for the
-            next stage, or the loss.
-        parameters: those of the module.
-
+    Tensors are exchanged on ``device``. ``forward`` gets the index of a micro-batch and the activations of the stage
+    before, and returns those for the next stage, or the loss.
     """
 
     def __init__(

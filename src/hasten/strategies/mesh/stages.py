@@ -39,14 +39,9 @@ class _Left(BaseException):
 class Stages:
     """The stages of a module.
 
-    Args:
-        module: the user's module.
-        count: the number of stages.
-        split: names of the blocks at which stages begin, but the first; None divides the blocks evenly.
-        mine: the stages of this process.
-        owner: the class that a program has written, for messages.
-        sequences: the processes of which each has a part of the sequences that go from block to block, as a
-            ``DTensor``; None if each has them whole.
+    ``split`` names the blocks at which stages begin, but the first; None divides the blocks evenly. ``mine`` are those
+    of this process. ``sequences`` are the processes of which each has a part of the sequences that go from block to
+    block, as a ``DTensor``; None if each has them whole. Messages name ``owner``.
 
     Raises:
         ValueError: the blocks cannot be divided.
