@@ -86,10 +86,6 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     Yields:
         the number of blocks.
 
-    Raises:
-        ValueError: ``how`` has another value, or the module has no repeated blocks. Raised in the first backward: a
-            block gave other values when it was recomputed, because it depends on something that cannot be restored.
-
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `PyTorch, torch.utils.checkpoint
     <https://docs.pytorch.org/docs/stable/checkpoint.html>`_.
 
@@ -126,9 +122,6 @@ def offloaded(module: nn.Module, *, smallest_bytes: int = 65536) -> Iterator[int
 
     Yields:
         the number of blocks.
-
-    Raises:
-        ValueError: the module has no repeated blocks.
 
     Source: `PyTorch, saved tensors hooks
     <https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-default-hooks>`_; Ren et al., ZeRO-Offload, 2021.

@@ -162,12 +162,7 @@ def runtime(
 
 
 def _once(owner: str, name: str, value: Any, given: Mapping[str, Any]) -> Any:
-    """Return the object passed to the Trainer, or else to the strategy.
-
-    Raises:
-        MisconfigurationException: it was passed to both.
-
-    """
+    """Return the object passed to the Trainer, or else to the strategy."""
     if value is not None and name in given:
         where = "accelerator flag" if name == "accelerator" else "plugins"
         called = "cluster_environment" if name == "cluster" else name

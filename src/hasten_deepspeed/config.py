@@ -31,12 +31,6 @@ def read_config(config: object) -> dict[str, Any] | None:
     """Return the configuration of ``DeepSpeedStrategy(config=...)``; without one, the file that the environment names.
 
     ``config`` is a dict, the path of a JSON file, or None.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        TypeError: ``config`` is neither.
-        ValueError: the file does not hold a JSON object, or has a setting that hasten does not train with.
-
     """
     given = "DeepSpeedStrategy(config=...)"
     if config is None and (path := os.environ.get(CONFIG_VARIABLE)):
@@ -148,12 +142,7 @@ class EngineSettings:
             zero["overlap_comm"] = False
 
     def set_precision(self, name: str) -> None:
-        """Enable what ``precision=name`` computes in.
-
-        Raises:
-            ValueError: the configuration enables another precision.
-
-        """
+        """Enable what ``precision=name`` computes in."""
         wanted = _SECTIONS.get(name)
         for section in ("fp16", "bf16"):
             found = self.config.get(section) or {}

@@ -29,11 +29,6 @@ def check_offloaded(optimizer: Optimizer, keep: str) -> None:
     """Refuse an optimizer whose state DeepSpeed keeps on the host, and that ``as_cpu_adam`` cannot replace.
 
     ``keep`` is the strategy that steps the optimizer unchanged, as a program would write it.
-
-    Raises:
-        ValueError: it is neither torch's Adam or AdamW nor one of DeepSpeed's, or DeepSpeedCPUAdam does not compute
-            the same.
-
     """
     kind = type(optimizer)
     if is_cpu_adam(optimizer):
@@ -118,12 +113,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
 
 
 def check_resumed(optimizer: Optimizer) -> None:
-    """Refuse what the groups of a checkpoint ask of an optimizer of ``as_cpu_adam``; others pass.
-
-    Raises:
-        ValueError: the checkpoint is of a variant of Adam that DeepSpeedCPUAdam does not compute here.
-
-    """
+    """Refuse what the groups of a checkpoint ask of an optimizer of ``as_cpu_adam``; others pass."""
     adam: Any = optimizer
     if not is_cpu_adam(optimizer) or "decoupled_weight_decay" not in adam.defaults:
         return  # Not of torch's.

@@ -153,12 +153,7 @@ class EngineState:
         return next((_copied(each[key]) for each in optimizer.state.values() if key in each), None)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Restore the optimizer from the state in torch's form, of this or another strategy.
-
-        Raises:
-            ValueError: the groups do not fit, or an entry has one value for all elements that differs by parameter.
-
-        """
+        """Restore the optimizer from the state in torch's form, of this or another strategy."""
         saved = state["param_groups"]
         sizes = [len(parameters) for parameters in self._groups]
         if [len(group["params"]) for group in saved] != sizes:

@@ -590,12 +590,7 @@ class ZeroEngine(StepEngine):
         return False
 
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
-        """Make the engine of a module and its optimizer; return its optimizers and schedulers.
-
-        Raises:
-            MisconfigurationException: there are several optimizers, or an optimizer or scheduler is given twice.
-
-        """
+        """Make the engine of a module and its optimizer; return its optimizers and schedulers."""
         if len(optimizers) > 1:
             raise MisconfigurationException(
                 f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}.",
@@ -866,12 +861,7 @@ class ZeroState(DividedState):
                     value.copy_(read(entries[key]))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of the optimizer, of which this process has a part.
-
-        Raises:
-            RuntimeError: gradients have been computed that no step has used yet.
-
-        """
+        """Return the state of the optimizer, of which this process has a part."""
         if self.strategy._state is None:
             return super().optimizer_state(optimizer)
         if self.strategy.engine.holds_gradients:

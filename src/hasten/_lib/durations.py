@@ -44,9 +44,6 @@ class Period:
 def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) -> Period:
     """Read "2ep", "500st", or a time as ``parse_duration`` does.
 
-    Raises:
-        ValueError: it cannot be parsed, or is zero.
-
     Example::
 
         >>> parse_interval("2ep", argument="max_epochs")
@@ -70,9 +67,6 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str, al
     """Read "DD:HH:MM:SS", "90min", a dict of timedelta's arguments, or a timedelta.
 
     ``argument`` is how the message shows it, its name last; ``also`` is what else may be written.
-
-    Raises:
-        ValueError: it cannot be parsed.
 
     Example::
 

@@ -101,12 +101,7 @@ def installed(name: str) -> bool:
 
 
 def need(name: str, *, purpose: str) -> ModuleType:
-    """Import and return a module.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message has the line that installs it.
-
-    """
+    """Import and return a module; if it is not installed, raise an error with the line that installs it."""
     top = name.split(".")[0]
     try:
         if top in hidden:

@@ -512,9 +512,6 @@ class PackedBatchSampler(PlannedBatches):
 def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Return which sequences share a row: the longest first, each where it leaves the least room.
 
-    Raises:
-        ValueError: a sequence is longer than a row.
-
     Example::
 
         >>> rows_of([5, 3, 6, 2, 2], max_length=9)

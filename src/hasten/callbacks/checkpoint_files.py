@@ -68,9 +68,6 @@ def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, inser
 
     With ``insert_names``, it writes the name and ``equals`` before each value.
 
-    Raises:
-        ValueError: a value cannot be written in its format.
-
     Example::
 
         >>> format_name("{epoch:02d}-{val_loss:.2f}", {"epoch": 3, "val_loss": 0.517}, equals="=", insert_names=True)
@@ -199,13 +196,10 @@ def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
 def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy, *, prefix: str = "") -> str | None:
     """Return the newest checkpoint below a folder that can be read; warn of damaged ones.
 
-    Only names that begin with ``prefix`` count, and files of another ``CheckpointIO`` are not checked.
+    Only names that begin with ``prefix`` count, and files of another ``CheckpointIO`` are not checked. A folder that
+    cannot be read is an error, so that the run does not begin anew.
 
     All processes call it together: each reads a part of the files of a sharded checkpoint.
-
-    Raises:
-        OSError: the folder is there and cannot be read; the run must not begin anew because of that.
-
     """
 
     def look() -> list[str]:
@@ -229,10 +223,6 @@ def newest_copy(
     """Return the newest whole copy of a checkpoint behind a URL, if it is newer than the local one ``instead_of``.
 
     Without such a copy, ``instead_of`` is returned. All processes call it together.
-
-    Raises:
-        OSError: the copies cannot be read, and there is no local checkpoint.
-
     """
     if reader.copies is NO_COPIES or (instead_of is not None and is_url(instead_of)):
         return instead_of

@@ -219,9 +219,6 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
 
     The checkpoint does not change: one of Lightning gives a new dict. ``source`` is the file, for messages.
 
-    Raises:
-        ValueError: the counters of Lightning's loops are inconsistent.
-
     Example::
 
         >>> ours = from_lightning({"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 20,
@@ -339,10 +336,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
 
     Sharded tensors of a checkpoint folder are read whole. ``strict`` asks for exactly the same names; None means True,
     as the ``strict_loading`` of a module. ``source`` is where the state comes from, for messages.
-
-    Raises:
-        RuntimeError: names or shapes do not fit; the message lists missing, unexpected and mis-shaped keys.
-
     """
     present = module.state_dict()
     if isinstance(state, StoredTensors) or any(isinstance(each, StoredTensor) for each in state.values()):
@@ -424,12 +417,7 @@ WEIGHTS_ALONE = (
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Restore an optimizer; tensors of a checkpoint folder are read whole.
-
-    Raises:
-        ValueError: the parameter groups do not fit.
-
-    """
+    """Restore an optimizer; tensors of a checkpoint folder are read whole."""
     entries = (each for each in state.get("state", {}).values() if isinstance(each, Mapping))
     if any(isinstance(value, StoredTensor) for each in entries for value in each.values()):
         state = whole(state)
@@ -627,12 +615,7 @@ def restore_objects(
     strict: bool,
     path: str | os.PathLike[str],
 ) -> dict[str, Any]:
-    """Give objects of ``state`` what a checkpoint has under their names, by ``load_into``; return the rest.
-
-    Raises:
-        KeyError: ``strict``, and the file at ``path`` does not have one of the names.
-
-    """
+    """Give objects of ``state`` what a checkpoint has under their names, by ``load_into``; return the rest."""
     missing = [name for name in state if name not in contents]
     if missing and strict:
         raise make_error(

@@ -44,10 +44,6 @@ class Folder:
     """A checkpoint folder.
 
     ``read_file`` reads a file by its path or URL; whole tensors go to ``device``.
-
-    Raises:
-        CheckpointDamaged: a file is missing, or has another size than was written.
-
     """
 
     def __init__(

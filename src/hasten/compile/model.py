@@ -148,12 +148,7 @@ def compiled_model(module: nn.Module, key: Key) -> CompiledModel:
 
 
 def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strategy: Strategy) -> CompileSettings:
-    """Return the settings for a module under a strategy: where parameters are sharded, repeated blocks are compiled.
-
-    Raises:
-        ValueError: the module has no repeated blocks.
-
-    """
+    """Return the settings for a module under a strategy: where parameters are sharded, repeated blocks are compiled."""
 
     def by_block() -> CompileSettings:
         if not any(True for _ in alike_blocks(module)):

@@ -253,10 +253,6 @@ class CompiledParts:
     """The compiled parts of one model, enabled and disabled in place.
 
     Classes, names of parameters, hooks and ``state_dict`` do not change; a copy of the model is not compiled.
-
-    Raises:
-        ValueError: no part of the blocks of a packed model can be compiled.
-
     """
 
     def __init__(

@@ -99,10 +99,6 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
     The value is None or False, True, "regional", "step", or a dict of options of ``torch.compile``, which may also hold
     ``"regional"``, ``"step"`` and ``"cache"`` (True or False). Messages begin with ``owner``.
 
-    Raises:
-        TypeError: the value or an option has a wrong type.
-        ValueError: the word, mode or option does not exist.
-
     Example::
 
         >>> as_compile("Trainer", {"mode": "reduce-overhead"}).cuda_graphs
@@ -184,9 +180,6 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
 
 def check_possible(owner: str, settings: CompileSettings, device: torch.device) -> None:
     """Check that the settings work on this machine.
-
-    Raises:
-        ValueError: this Python, machine or device cannot; the message names the nearest setting that can.
 
     Example::
 

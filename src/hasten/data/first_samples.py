@@ -125,12 +125,7 @@ class Meeting(NamedTuple):
     workers: tuple[int, ...]  # By rank, how many workers read for it.
 
     def compare(self, worker: int, digests: list[str]) -> ReaderComparison:
-        """Return what the first samples of all readers show, the same for each of them; wait for the others.
-
-        Raises:
-            RuntimeError: another process does not read this loader.
-
-        """
+        """Return what the first samples of all readers show, the same for each of them; wait for the others."""
         readers = [(rank, each) for rank, count in enumerate(self.workers) for each in range(max(1, count))]
         if len(readers) == 1:
             return compare_readers({(0, 0): digests}, self.shares)
@@ -165,10 +160,6 @@ def meet(dataset: IterableDataset[Any], name: str, share: int, workers: int, set
 
     The attributes of the dataset are compared. ``share`` is the share of the data that this process is to have, read by
     so many workers; ``setup`` counts the loaders of this name.
-
-    Raises:
-        RuntimeError: another process does not set this loader up.
-
     """
     token = f"first/{uuid.uuid4().hex}"
     if not (dist.is_available() and dist.is_initialized()):

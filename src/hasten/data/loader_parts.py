@@ -177,12 +177,7 @@ def takes_each_once(loader: DataLoader[Any]) -> bool:
 
 
 def drawn(sampler: Iterable[Any]) -> list[Any]:
-    """Return all that a sampler gives in an epoch.
-
-    Raises:
-        ValueError: it goes on after its length.
-
-    """
+    """Return all that a sampler gives in an epoch."""
     count = len(cast(Any, sampler))
     # Some samplers give more than their length.
     items = list(itertools.islice(sampler, 2 * count + 1))
@@ -274,9 +269,6 @@ class ShardSampler(Sampler[Any]):
         repeat: repeat the first items until all processes have the same number, as training needs it because the
             processes wait for one another at every step. Otherwise every item comes exactly once over all processes,
             and some processes have one more than others.
-
-    Raises:
-        TypeError: ``sampler`` has no length.
 
     Example::
 

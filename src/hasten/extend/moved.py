@@ -104,11 +104,7 @@ class OldNames:
         return ModuleSpec(name, loader, origin=new)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module under its new name.
-
-        Raises:
-            ModuleNotFoundError: there is none; for a name of ``lightning`` the message says which package to import.
-        """
+        """Return the module under its new name."""
         new = spec.origin or ""
         of_lightning = any(f"{spec.name}.".startswith(f"{root}.") for root in _OF_LIGHTNING)
         if not _is_there(new):
@@ -141,11 +137,7 @@ class MissingNames:
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Return None for names of other packages, and where it is asked whether a module is there.
-
-        Raises:
-            ModuleNotFoundError: hasten has no module of this name.
-        """
+        """Return None for names of other packages, and where it is asked whether a module is there."""
         if not name.startswith("hasten."):
             return
         from hasten._lib.errors import make_error

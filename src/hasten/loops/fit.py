@@ -313,12 +313,7 @@ def _after_each_batch(epoch: EpochSettings) -> list[Callable[[], object]]:
 
 
 def _end_batch(run: Run, epoch: EpochSettings) -> bool:
-    """Do what may be due after a batch; return whether training is over.
-
-    Raises:
-        Stopped: a signal arrived that ends the run.
-
-    """
+    """Do what may be due after a batch; return whether training is over."""
     progress, limits = run.progress, run.limits
     if limits.should_stop:
         # Here, all processes have agreed to stop.

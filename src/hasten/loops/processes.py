@@ -116,12 +116,7 @@ def check_optimizers(run: Run) -> None:
 
 
 def nothing_to_train(run: Run) -> bool:
-    """Return whether there are no batches to train on; the same on all processes, which all call it.
-
-    Raises:
-        ValueError: with ``uneven="error"``, processes are known to have different numbers of batches.
-
-    """
+    """Return whether there are no batches to train on; the same on all processes, which all call it."""
     is_off = run.data.train.is_off()
     if not run.runtime.several_processes:
         return is_off
@@ -140,9 +135,6 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     """Agree on how the epoch to come ends, where processes may have different numbers of batches; all call it.
 
     Returns the function through which the batches of the epoch must be read; None if all processes end together anyway.
-
-    Raises:
-        ValueError: with ``uneven="error"``, processes have different numbers of batches.
 
     """
     run.limits.number = run.limits.number or next(_numbers)

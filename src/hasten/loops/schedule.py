@@ -58,12 +58,7 @@ class ValidationSchedule:
         return length if math.isinf(length) else max(1, int(length * interval))
 
     def check(self, length: float) -> None:
-        """Check the interval for epochs of ``length`` batches.
-
-        Raises:
-            MisconfigurationException: it is longer than an epoch, or a share of one whose length is not known.
-
-        """
+        """Check the interval for epochs of ``length`` batches."""
         interval = self._interval
         if isinstance(interval, Period):
             return

@@ -267,12 +267,7 @@ def count(place: str) -> int:
 
 
 def require_all(place: str, what: str, own: object, advice: str) -> list[Any]:
-    """Return the values of all processes at ``place``.
-
-    Raises:
-        RuntimeError: not all processes reach it; the message names the ranks.
-
-    """
+    """Return the values of all processes at ``place``."""
     values = exchange(place, own, what=what)
     absent = [rank for rank, value in enumerate(values) if value is None]
     if absent:

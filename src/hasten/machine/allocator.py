@@ -35,9 +35,6 @@ def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
     ``name`` is "keep" for the C library's allocator without giving back, "tcmalloc" or "jemalloc" if this process was
     started with it.
 
-    Raises:
-        ValueError: it is not available in this process; the message says how to start one with it.
-
     Source: `mallopt <https://man7.org/linux/man-pages/man3/mallopt.3.html>`_
 
     """

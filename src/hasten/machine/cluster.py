@@ -650,12 +650,7 @@ class VariableMissing(KeyError, ValueError):
 
 
 def _set_by_launcher(name: str) -> int:
-    """Return a variable that a launcher sets.
-
-    Raises:
-        VariableMissing: it is not set. With a guess, several processes would act as the first.
-
-    """
+    """Return a variable that a launcher sets."""
     if name not in os.environ:
         raise VariableMissing(name)
     return _number(name)

@@ -82,12 +82,7 @@ def all_reduce(data: Tensors, op: ReduceOperation = "mean", *, device: torch.dev
 
 
 def operation_name(op: object) -> str:
-    """Return "mean", "sum", "max", "min" or "product".
-
-    Raises:
-        ValueError: it is not one of these operations.
-
-    """
+    """Return "mean", "sum", "max", "min" or "product"."""
     text = "sum" if op is None else str(getattr(op, "name", op)).rpartition(".")[2].lower()
     text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
     if text not in _OPERATIONS:
@@ -283,10 +278,6 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     """Join the process group, and leave it when the program ends; a collective waits for the others for ``timeout``.
 
     The processes connect at ``store``; None for MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        RuntimeError: torch does not have the backend, or the other processes did not connect.
-
     """
     if joined():
         if dist.get_world_size() != party.world_size:

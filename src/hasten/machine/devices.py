@@ -288,12 +288,7 @@ ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUD
 
 @cache
 def added_accelerators() -> dict[str, type[Accelerator]]:
-    """Return the accelerators that packages add by entry points, by the names for ``accelerator=``; found once.
-
-    Raises:
-        TypeError: an entry point names something else than a subclass of Accelerator.
-
-    """
+    """Return the accelerators that packages add by entry points, by the names for ``accelerator=``; found once."""
     added: dict[str, type[Accelerator]] = {}
     for name, entry in found("hasten.accelerators").items():
         kind = load("hasten.accelerators", name, purpose=f"accelerator={name!r}")

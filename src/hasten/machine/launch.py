@@ -210,12 +210,7 @@ def quiet_torch() -> dict[str, str]:
 
 
 def command_of_this_program() -> list[str]:
-    """Return the command that runs this program again.
-
-    Raises:
-        RuntimeError: this is an interactive session.
-
-    """
+    """Return the command that runs this program again."""
     import __main__
 
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()

@@ -114,12 +114,7 @@ def forget_meetings() -> None:
 
 
 def store_of_first(host: str, port: int, party: Party) -> Any:
-    """Return the store that the first process serves at ``host:port``.
-
-    Raises:
-        RuntimeError: the first process does not answer.
-
-    """
+    """Return the store that the first process serves at ``host:port``."""
     serves = party.rank == 0
     if not serves:
         # torch would wait without a message, and twice as long.

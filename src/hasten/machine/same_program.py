@@ -37,10 +37,6 @@ def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
     """Wait for all processes, and compare what they do: one digest each, and all facts only if digests differ.
 
     ``place`` is a name that is used once; ``call`` is what is called, such as "Trainer.fit()". Facts are plain data.
-
-    Raises:
-        RuntimeError: on all processes, if they differ; or if a process has left and cannot come.
-
     """
     if torch.distributed.get_backend() in _WITHOUT_STORE:
         return

@@ -756,10 +756,6 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
 
     Under Lightning's names, the mark of a config is among them: its loggers write it to the files that
     ``load_from_checkpoint(hparams_file=...)`` reads.
-
-    Raises:
-        MisconfigurationRuntimeError: both have one of the same name with different values.
-
     """
     found: dict[str, Any] = {}
     saved = False

@@ -163,12 +163,7 @@ class InBackward(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Check that no gradient of the last backward was to be discarded.
-
-        Raises:
-            RuntimeError: there was a backward since the last ``step()``.
-
-        """
+        """Check that no gradient of the last backward was to be discarded."""
         if self._stepped:
             raise make_error(
                 RuntimeError,
@@ -232,12 +227,7 @@ class InBackward(Optimizer):
 
 
 def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
-    """Return the parameters of an optimizer, whose gradients are clipped between backward and step.
-
-    Raises:
-        ValueError: the optimizer steps in backward.
-
-    """
+    """Return the parameters of an optimizer, whose gradients are clipped between backward and step."""
     if isinstance(optimizer, InBackward):
         raise make_error(
             ValueError,

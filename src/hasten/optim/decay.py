@@ -77,13 +77,7 @@ def adamw(
 
 
 def trained(model: object, owner: str) -> NamedParameters:
-    """Return the names and parameters of a module that need gradients.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: no parameter needs gradients.
-
-    """
+    """Return the names and parameters of a module that need gradients."""
     if not isinstance(model, nn.Module):
         hint = " Pass the module itself, not its parameters()." if hasattr(model, "__iter__") else ""
         raise make_error(TypeError, f"{owner}(model): use a torch.nn.Module, not {type(model).__name__}.", fix=hint)
@@ -96,13 +90,7 @@ def trained(model: object, owner: str) -> NamedParameters:
 
 
 def checked_patterns(patterns: Iterable[str], named: NamedParameters, what: str) -> tuple[str, ...]:
-    """Return ``patterns`` as a tuple; each must occur in the name of a parameter.
-
-    Raises:
-        TypeError: ``patterns`` is a string.
-        ValueError: a pattern occurs in no name.
-
-    """
+    """Return ``patterns`` as a tuple; each must occur in the name of a parameter."""
     if isinstance(patterns, str):
         raise make_error(TypeError, f"{what}:", fix=f"use a list of parts of names, [{patterns!r}].")
     listed = tuple(patterns)

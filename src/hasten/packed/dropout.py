@@ -111,9 +111,6 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
         training: if False, return ``x``.
         inplace: change ``x`` and return it. It needs as much memory as torch's: a factor for each element is kept.
 
-    Raises:
-        ValueError: ``p`` is not between 0 and 1.
-
     Example::
 
         >>> import torch

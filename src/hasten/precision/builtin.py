@@ -112,12 +112,7 @@ class HalfPrecision(DtypePrecision):
 def scaler_for(
     owner: str, precision: str, scaler: torch.amp.GradScaler | None, device: str
 ) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler of a mixed precision: the user's, a new one, or none for bfloat16.
-
-    Raises:
-        MisconfigurationException: the user's is not needed; the message begins with ``owner``.
-
-    """
+    """Return the gradient scaler of a mixed precision: the user's, a new one, or none for bfloat16."""
     if precision == "16-mixed":
         return torch.amp.GradScaler(device=device) if scaler is None else scaler
     if scaler is not None:
@@ -218,12 +213,7 @@ class MixedPrecision(Precision):
 
 
 def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> None:
-    """Check that a device computes in bfloat16; warn of a CPU without instructions for it.
-
-    Raises:
-        ValueError: a GPU has no bfloat16 units; emulating them is slower than 32-bit floats.
-
-    """
+    """Check that a device computes in bfloat16; warn of a CPU without instructions for it."""
     if is_host(device) and not torch_private.cpu_multiplies_bfloat16():
         warn_once(
             "bfloat16 on the CPU",

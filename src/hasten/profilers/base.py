@@ -195,10 +195,6 @@ NAMED = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": 
 def resolve(profiler: object) -> Profiler:
     """Return the profiler for ``Trainer(profiler=...)``.
 
-    Raises:
-        MisconfigurationException: no profiler has this name.
-        TypeError: it is something else.
-
     Example::
 
         >>> type(resolve("simple")).__name__, type(resolve(None)).__name__

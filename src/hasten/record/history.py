@@ -364,12 +364,7 @@ class History(Sequence[dict[str, Any]]):
         return earlier
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; rows that are there are dropped.
-
-        Raises:
-            ValueError: it makes no sense.
-
-        """
+        """Restore what ``state_dict`` returned; rows that are there are dropped."""
         restored = History()
         try:
             restored._restore(state)

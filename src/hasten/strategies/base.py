@@ -383,12 +383,7 @@ class Sharding(StrategyPart):
         return module.to(device) if strategy.steps is None else strategy.steps.place(module, device)
 
     def check_devices(self, module: nn.Module, owner: str) -> None:
-        """Check that ``place`` can move ``module``.
-
-        Raises:
-            ValueError: a parameter is on the meta device.
-
-        """
+        """Check that ``place`` can move ``module``."""
         placed: dict[torch.device, str] = {}
         for name, parameter in module.named_parameters():
             placed.setdefault(parameter.device, name)

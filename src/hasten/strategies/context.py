@@ -122,11 +122,6 @@ class ContextSplit:
         program calls ``attention``.
 
         The module is not wrapped or compiled yet.
-
-        Raises:
-            MisconfigurationException: the module combines tokens in a way that would see only this process's part,
-                such as a recurrent layer, a convolution, or a direct call of torch's attention.
-
         """
         models = _transformers_in(module)
         theirs = {part for model in models for part in model.modules()}
@@ -204,10 +199,6 @@ class ContextSplit:
 
         With ``trains`` the loss is weighed that it returns, by itself or as "loss" of a dict; one with "loss_weight" by
         that. ``weighing`` returns a context in which the means that the step logs count by a weight.
-
-        Raises:
-            MisconfigurationException: there is no sequence in the batch.
-
         """
 
         @wraps(function)

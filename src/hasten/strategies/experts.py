@@ -61,13 +61,7 @@ class ExpertStyle(ParallelStyle):
         """Return the result for the tokens of this process; the parameters of ``module`` are its parts."""
 
     def check(self, module: nn.Module, size: int, where: str) -> None:
-        """Refuse a module whose experts ``size`` processes cannot share.
-
-        Raises:
-            TypeError: the module does not hold the matrices of experts.
-            ValueError: it has a parameter that cannot be divided, or the sizes do not divide.
-
-        """
+        """Refuse a module whose experts ``size`` processes cannot share."""
         parameters = dict(module.named_parameters())
         count = getattr(module, "num_experts", None)
         if not isinstance(count, int) or not any(each.ndim == 3 for each in parameters.values()):
@@ -302,10 +296,6 @@ def divide_experts(
 
     Returned are the names of the modules that hold experts, and how they are divided. The mesh has one dimension; see
     ``ExchangedExperts`` for ``alike`` and ``scale``.
-
-    Raises:
-        ValueError: the model has no experts, or some that the processes cannot share.
-
     """
     size, style = mesh.size(), ExchangedExperts(alike, scale)
     found = {name: part for name, part in model.named_modules() if holds_experts(part)}

@@ -165,12 +165,7 @@ class SweepOptions:
 def rate_of(
     module: LightningModule, datamodule: LightningDataModule | None, name: str, update: bool
 ) -> TunedValue | None:
-    """Return the attribute that holds the learning rate; None if there is none and it is not needed.
-
-    Raises:
-        LearningRateNotFound: it cannot be found.
-
-    """
+    """Return the attribute that holds the learning rate; None if there is none and it is not needed."""
     if name:
         value = TunedValue(module, datamodule, name)
         try:
@@ -197,10 +192,6 @@ def sweep(run: Run, options: SweepOptions, callback: LRSweep | None = None) -> L
     """Train with a growing learning rate in a run; afterwards everything is restored.
 
     The callback watches the steps.
-
-    Raises:
-        MisconfigurationException: the module uses manual optimization, or has not exactly one optimizer.
-
     """
     probe, optimizers = ProbeRun(run), run.optimizers
     if not run.module.automatic_optimization:

@@ -28,12 +28,7 @@ class TunedValue:
         ]
 
     def get(self) -> Any:
-        """Return the value.
-
-        Raises:
-            MisconfigurationException: nothing has it.
-
-        """
+        """Return the value."""
         found = self.holders()
         if found:
             return self._read(found[0])

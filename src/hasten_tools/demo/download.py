@@ -144,12 +144,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_files(data: Path, remote: Remote, wanted: Callable[[str], object]) -> Iterator[tuple[str, bytes]]:
-    """Yield the paths and contents of some files of an archive, or of the folder that it unpacks to.
-
-    Raises:
-        DemoError: there is no such file or folder, or the archive is not whole.
-
-    """
+    """Yield the paths and contents of some files of an archive, or of the folder that it unpacks to."""
     instead = f"Give {remote.name} or the folder it unpacks to."
     if not data.exists():
         raise make_error(DemoError, f"--data {data}: there is no such file or folder.", fix=instead)

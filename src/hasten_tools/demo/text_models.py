@@ -152,12 +152,7 @@ def _packaged_minilm() -> Path:
 
 
 def from_files(kind: str, where: str, instead: str = "use --model minilm or --random-weights", **changes: Any) -> Any:
-    """Return what a class of transformers reads from a folder or the hub; ``instead`` is advice for an error.
-
-    Raises:
-        DemoError: it is not on this machine and cannot be fetched.
-
-    """
+    """Return what a class of transformers reads from a folder or the hub; ``instead`` is advice for an error."""
     transformers = need("transformers", purpose=PURPOSE)
     logging = transformers.utils.logging
     with ExitStack() as restored:

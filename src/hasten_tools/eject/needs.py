@@ -45,10 +45,6 @@ class Needs:
     """What the ejected loop has to do. Each property is one decision.
 
     ``facts`` are those of the first fit of the program. A ModelCheckpoint that the Trainer adds is added to ``use``.
-
-    Raises:
-        EjectError: the program needs something that a short loop does not have.
-
     """
 
     def __init__(self, facts: Facts, use: Use) -> None:

@@ -34,9 +34,6 @@ _OFFLOADED = "fsdp_cpu_offload"
 def by_name(mesh: Mapping[str, Size] | Sequence[Size]) -> dict[str, Size]:
     """Return the sizes of a mesh by the names of their axes, as arguments of ``MeshStrategy``.
 
-    Raises:
-        ValueError: an axis does not exist, a size is not a number, or sizes without names are not three or four.
-
     Example::
 
         >>> by_name((2, "auto", 8)), by_name({"tensor": 8, "expert": 2})

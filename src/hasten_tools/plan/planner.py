@@ -324,12 +324,7 @@ def _measured(
 def chosen_mesh(
     mesh: Mapping[str, Size] | Sequence[Size] | str | None, tensor_parallel: int | None, strategy: StrategyLike | None
 ) -> Mesh | None:
-    """Return the mesh that a question asks for, after checking that the question does not contradict itself.
-
-    Raises:
-        ValueError: two arguments say over how many processes to split, or which strategy to use; a text is not "auto".
-
-    """
+    """Return the mesh that a question asks for, after checking that the question does not contradict itself."""
     if isinstance(mesh, str) and mesh != "auto":
         fix = "use 'auto', sizes by name, as {'shard': 8, 'tensor': 2}, or three, (replicate, shard, tensor)."
         raise make_error(ValueError, f"mesh={mesh!r}:", fix=fix, argument="mesh")

@@ -34,9 +34,6 @@ class Speeds:
         between: to a device of another machine.
         tflops: the floating-point operations of a training step, in trillions a second.
 
-    Raises:
-        ValueError: a number is not positive.
-
     Source: `NVIDIA, H100 <https://www.nvidia.com/en-us/data-center/h100/>`_ and `DGX H100
     <https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html>`_.
 
@@ -364,9 +361,6 @@ def _outcome(change: Change) -> str:
 def parse_size(text: str) -> int:
     """Return the bytes of a text such as "80GB" or "40 GiB".
 
-    Raises:
-        ValueError: it is not a size.
-
     Example::
 
         >>> parse_size("80GB"), parse_size("1.5 GiB")
@@ -387,9 +381,6 @@ def parse_size(text: str) -> int:
 
 def parse_bandwidth(text: str) -> Speeds:
     """Return the speeds of a text such as "450,50": GB/s within a machine and between machines.
-
-    Raises:
-        ValueError: it is not two positive numbers.
 
     Example::
 

@@ -171,10 +171,6 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
     """Replace parameters and buffers of ``module`` by some of the same shape that have no data, in place.
 
     What is on the meta device stays there.
-
-    Raises:
-        ValueError: a parameter has no shape yet, or is of a class of its own.
-
     """
     made: dict[int, Tensor] = {}
 
@@ -223,10 +219,6 @@ def batch_without_data(
 
     ``see`` is called with each tensor without data. One of so many ``parts`` of its samples is kept: with 2, half of
     them.
-
-    Raises:
-        ValueError: the batch has fewer samples.
-
     """
     from torch._subclasses.fake_tensor import FakeCopyMode
 

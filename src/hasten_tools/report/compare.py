@@ -31,10 +31,6 @@ def curves_of_runs(
     In ``keys``, ``*`` and ``?`` stand for anything. By default they are losses and accuracies of training and
     validation, or everything logged where there are none. ``say`` gets a line for each run without one of the values,
     and for values left out.
-
-    Raises:
-        ValueError: no run has a value of one of these names, none has any value, or epochs or times were not written.
-
     """
     names = run_names([run.folder for run in runs])
     recorded = [run.keys() for run in runs]

@@ -457,10 +457,6 @@ class InPlace:
 
         ``steps`` says how many, by the batches of the whole training. ``checks`` computes a few samples without
         dropout, ``asks_apart`` finds out whether the samples of the first batch affect one another.
-
-        Raises:
-            TrialError: the program or a speed-up refuses, or a step fails.
-
         """
         watch = _Watch(checks=checks, asks_draws=not levers, asks_apart=asks_apart)
         began = time.perf_counter()

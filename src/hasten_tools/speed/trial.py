@@ -189,9 +189,6 @@ def run(path: str) -> NoReturn:
 def function_at(place: str) -> Callable[..., Any]:
     """Return the function at "package.module:function".
 
-    Raises:
-        ValueError: it does not exist.
-
     Example::
 
         >>> function_at("os.path:join").__name__

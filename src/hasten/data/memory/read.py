@@ -49,12 +49,7 @@ class NoColumnsError(ValueError):
 
 
 def kind_of(sample: object) -> Kind:
-    """Return the structure, shapes and types that all samples must have for one tensor to hold each field.
-
-    Raises:
-        NoColumnsError: it has something else in it.
-
-    """
+    """Return the structure, shapes and types that all samples must have for one tensor to hold each field."""
     kind, value = type(sample), cast(Any, sample)
     if kind is Tensor:
         if value.layout != torch.strided or value.is_quantized or value.requires_grad:

@@ -63,12 +63,7 @@ class Rest:
 
 
 def described(loader: Iterable[Any]) -> State:
-    """Return as plain data how the batches of a loader are formed, over all processes.
-
-    Raises:
-        NotKnown: they depend on more than the order that its sampler draws when an epoch begins.
-
-    """
+    """Return as plain data how the batches of a loader are formed, over all processes."""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         raise NotKnown(f"it is a {kind}")
@@ -189,10 +184,6 @@ def rest_of(
     ``order`` is from ``state_of`` or an earlier ``Rest``; None if the state has none. ``done`` are the batches that
     each process had done, counted as the saved run did. ``begins`` returns a context with the random state in which an
     epoch began. ``moved`` says that another number of processes shared the data.
-
-    Raises:
-        NotKnown: the order cannot be drawn again, and the loader gives another one.
-
     """
     try:
         now = described(loader)

@@ -46,12 +46,7 @@ def gathered_apart(module: nn.Module, parts: Collection[nn.Module]) -> list[nn.M
 
 
 def children_apart(module: nn.Module, strategy: str) -> list[nn.Module]:
-    """Return the children of a module with parameters, each of which is gathered by itself.
-
-    Raises:
-        ValueError: a parameter does not belong to one child.
-
-    """
+    """Return the children of a module with parameters, each of which is gathered by itself."""
     own = [name for name, _ in module.named_parameters(recurse=False)]
     users = _users(module)
     for name, child in module.named_children():

@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 
 class LayerSplit:
-    """How the layers of a module are split over the processes of a group; see ``MeshStrategy`` for the arguments.
-
-    Raises:
-        ValueError: arguments contradict each other.
-        TypeError: an argument has a wrong type.
-
-    """
+    """How the layers of a module are split over the processes of a group; see ``MeshStrategy`` for the arguments."""
 
     def __init__(
         self,
@@ -89,12 +83,7 @@ class LayerSplit:
         return self._options["sequence_parallel"]
 
     def check_beside_stages(self) -> None:
-        """Refuse what knows nothing of stages.
-
-        Raises:
-            ValueError: a function or the module itself would split layers that this process does not have.
-
-        """
+        """Refuse what knows nothing of stages."""
         if self._plan is None:
             raise MisconfigurationException(
                 f"{self._owner}(pipeline=..., {self._argument}=...): only a plan knows which layers a stage has.",
@@ -103,13 +92,7 @@ class LayerSplit:
             )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> None:
-        """Split the layers of ``module``, in place, over the mesh of all processes.
-
-        Raises:
-            ValueError: the plan does not fit the module, or nothing divides it.
-            TypeError: ``parallelize_fn`` returned something else than the module.
-
-        """
+        """Split the layers of ``module``, in place, over the mesh of all processes."""
         is_divided = any(map(_is_divided, module.parameters()))
         if self._plan is not None:
             self._apply_plan(module, mesh, sizes.tensor)

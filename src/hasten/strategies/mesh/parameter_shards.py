@@ -86,10 +86,6 @@ class ParameterShards:
         """Call ``fully_shard`` on the blocks of ``module``, then on the rest of it, as far as it is not sharded.
 
         The mesh has the dimensions (shards,) or (replicas, shards).
-
-        Raises:
-            ValueError: the arguments do not fit the module.
-
         """
         from torch.distributed.fsdp import FSDPModule, fully_shard
 

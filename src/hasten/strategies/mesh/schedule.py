@@ -36,9 +36,6 @@ class Schedule:
     ``name`` is torch's, such as "1F1B"; see ``NAMES``. Without ``stages`` there is one in each process, or two with
     schedules of several; without ``micro_batches`` there are two for each stage. Messages name ``owner``.
 
-    Raises:
-        ValueError: the schedule does not exist, or not for these numbers.
-
     Example::
 
         >>> Schedule("zbvzerobubble", 2, None, None, "MeshStrategy").stages_of(0)

@@ -53,9 +53,6 @@ class MeshSizes:
             per_node: the processes of each.
             expert: the processes over which experts are divided.
 
-        Raises:
-            ValueError: they do not multiply to the number of processes.
-
         """
         world = num_nodes * per_node
         sizes: dict[str, Size] = {**dict.fromkeys(("pipeline", "replicate", "shard", "context", "tensor"), 1), **asked}
@@ -111,10 +108,6 @@ class MeshSizes:
 
         The ranks of a group, which has all experts, follow each other. As far as a group is smaller than a copy of the
         other parameters, the experts of each of its processes are sharded over the other groups of this copy.
-
-        Raises:
-            ValueError: groups and copies do not divide each other.
-
         """
         copy = self.shard * self.context * self.tensor
         shards = max(copy // self.expert, 1)
