@@ -269,11 +269,8 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
             hint = f" Write logger=hasten.loggers.{_LOGGERS[near]}(...)." if near is not None else ""
             if isinstance(logger, str) and near is None:
                 hint = f" For a folder: logger=hasten.loggers.CSVLogger({logger!r})."
-            raise WrongType(
-                f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.",
-                fix=hint,
-                argument=name,
-            )
+            what = f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers."
+            raise WrongType(what, fix=hint, argument=name)
         if isinstance(logger, type):
             raise _is_class(owner, f"{name}={written}", logger, "(...)")
     return loggers
@@ -412,11 +409,8 @@ def _shared_fields(owner: str, part: MicroBatch) -> frozenset[Any]:
     if part.samples is None:
         raise WrongType(f"{owner}(micro_batch=MicroBatch(None)):", fix=f"use {_SAMPLES}.", argument="micro_batch")
     if isinstance(part.shared, str) or not isinstance(part.shared, Collection):
-        raise WrongType(
-            f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})):",
-            fix="use a list of names or positions.",
-            argument="micro_batch",
-        )
+        what = f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})):"
+        raise WrongType(what, fix="use a list of names or positions.", argument="micro_batch")
     return frozenset(part.shared)
 
 
@@ -537,11 +531,8 @@ def _switch_off(given: dict[str, Any]) -> None:
     )  # fmt: skip
     wanted = [f"{name}={given[name]!r}" for name in switched_off if given[name]]
     if wanted:
-        raise MisconfigurationException(
-            f"Trainer(barebones=True, {', '.join(wanted)}): barebones switches all of that off.",
-            fix="Leave out one or the other.",
-            argument="barebones",
-        )
+        what = f"Trainer(barebones=True, {', '.join(wanted)}): barebones switches all of that off."
+        raise MisconfigurationException(what, fix="Leave out one or the other.", argument="barebones")
     given.update(dict.fromkeys(switched_off[:4], False), num_sanity_val_steps=0, log_every_n_steps=0)
 
 
@@ -581,11 +572,8 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
             allowed = "'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict"
             raise check.wrong_type("Trainer", name, value, allowed)
         if unit in found:
-            raise MisconfigurationException(
-                f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}.",
-                fix="Leave out one of them.",
-                argument=name,
-            )
+            what = f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}."
+            raise MisconfigurationException(what, fix="Leave out one of them.", argument=name)
         found[unit] = name, amount
     epochs, steps, time = (found.get(unit, (None, None))[1] for unit in ("epochs", "steps", "time"))
     return epochs, steps, time

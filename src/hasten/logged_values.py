@@ -867,20 +867,12 @@ def _add_rounded(total: Tensor, value: Tensor, *, alpha: int) -> Tensor:
 
 def _check_given(name: str, value: object, batch_size: object) -> None:
     if isinstance(value, Tensor) and value.is_complex() and not conventions.current().mistakes_are_warnings:
-        raise make_error(
-            ValueError,
-            f"self.log({name!r}, value): a complex value.",
-            fix="Log value.real, value.imag or value.abs().",
-            argument="value",
-        )
+        what = f"self.log({name!r}, value): a complex value."
+        raise make_error(ValueError, what, fix="Log value.real, value.imag or value.abs().", argument="value")
     if batch_size is not None and not _is_size(batch_size):
         shown = f"a tensor of shape {tuple(batch_size.shape)}" if isinstance(batch_size, Tensor) else repr(batch_size)
-        raise make_error(
-            ValueError,
-            f"self.log({name!r}, batch_size=...): {shown}.",
-            fix="Give the number of samples: batch_size=len(x).",
-            argument="batch_size",
-        )
+        what = f"self.log({name!r}, batch_size=...): {shown}."
+        raise make_error(ValueError, what, fix="Give the number of samples: batch_size=len(x).", argument="batch_size")
 
 
 def _is_size(value: object) -> bool:

@@ -207,11 +207,8 @@ def _plugins(
                 argument="plugins",
             )
         if found[kind] is not None:
-            raise MisconfigurationException(
-                f"{owner}(plugins=[...]): there are two {kind.__name__} objects.",
-                fix="Leave one out.",
-                argument="plugins",
-            )
+            what = f"{owner}(plugins=[...]): there are two {kind.__name__} objects."
+            raise MisconfigurationException(what, fix="Leave one out.", argument="plugins")
         found[kind] = plugin
     return found[Precision], found[CheckpointIO], found[ClusterEnvironment], found[LayerSync]
 
@@ -429,21 +426,15 @@ def _strategy(
     elif strategy is None or isinstance(strategy, str):
         chosen = _named_strategy(strategy, accelerator, count, len(devices), owner)
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise WrongType(
-            f"{owner}(strategy={strategy.__name__}): that is a class.",
-            fix=f"Write {strategy.__name__}().",
-            argument="strategy",
-        )
+        what = f"{owner}(strategy={strategy.__name__}): that is a class."
+        raise WrongType(what, fix=f"Write {strategy.__name__}().", argument="strategy")
     else:
         raise check.wrong_type(owner, "strategy", strategy, "a name such as 'ddp', or a Strategy object")
     given = f"{owner}(strategy={strategy!r}"
     _check_kind_of_device(chosen, accelerator, devices[0].type, given)
     if isinstance(chosen, OneProcess) and not chosen.takes_all_devices and count > 1:
-        raise MisconfigurationException(
-            f"{given}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be {count}.",
-            fix="Use devices=1, or strategy='auto'.",
-            argument="strategy",
-        )
+        what = f"{given}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be {count}."
+        raise MisconfigurationException(what, fix="Use devices=1, or strategy='auto'.", argument="strategy")
     return chosen
 
 
@@ -496,17 +487,11 @@ def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: 
         )
     if kind is not None and kind.device_type() != device:
         name = kind.name()
-        raise MisconfigurationException(
-            f"{given}, accelerator={device!r}): it trains on {name.upper()}s.",
-            fix=f"Use accelerator={name!r}, or strategy='auto'.",
-            argument="strategy",
-        )
+        what = f"{given}, accelerator={device!r}): it trains on {name.upper()}s."
+        raise MisconfigurationException(what, fix=f"Use accelerator={name!r}, or strategy='auto'.", argument="strategy")
     if isinstance(strategy, ParallelStrategy) and device == "mps":
-        raise MisconfigurationException(
-            f"{given}, accelerator='mps'): MPS has one device and no communication between processes.",
-            fix="Use strategy='auto', or accelerator='cpu'.",
-            argument="strategy",
-        )
+        what = f"{given}, accelerator='mps'): MPS has one device and no communication between processes."
+        raise MisconfigurationException(what, fix="Use strategy='auto', or accelerator='cpu'.", argument="strategy")
 
 
 def _why_no_strategy(shown: str, name: str, devices: int) -> tuple[str, str]:
@@ -582,11 +567,8 @@ def _precision(
     elif precision is None or name == plugin.precision:
         made = plugin
     else:
-        raise MisconfigurationException(
-            f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision.",
-            fix="Leave one out.",
-            argument="precision",
-        )
+        what = f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision."
+        raise MisconfigurationException(what, fix="Leave one out.", argument="precision")
     if check:
         _prefix_owner(owner, made.check_device, device)
     return made
@@ -609,11 +591,8 @@ def _named_precision(
         return of_device
     if name == "64-true":
         if device.type == "mps":
-            raise MisconfigurationException(
-                f"{owner}(precision={written!r}): MPS has no 64-bit floats.",
-                fix="Use precision='32-true'.",
-                argument="precision",
-            )
+            what = f"{owner}(precision={written!r}): MPS has no 64-bit floats."
+            raise MisconfigurationException(what, fix="Use precision='32-true'.", argument="precision")
         return DoublePrecision()
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
         return of_strategy

@@ -67,19 +67,12 @@ def read_config(config: object) -> dict[str, Any] | None:
                 ValueError, f"{given}: {name!r} is not for hasten's loop: {why}.", fix="Leave the section out."
             )
     if own.get("managed_gradient_accumulation"):
-        raise make_error(
-            ValueError,
-            f"{given}: 'managed_gradient_accumulation': hasten says when the optimizer steps.",
-            fix="Leave it out.",
-        )
+        what = f"{given}: 'managed_gradient_accumulation': hasten says when the optimizer steps."
+        raise make_error(ValueError, what, fix="Leave it out.")
     stage = stage_of(own)
     if stage not in (1, 2, 3):
-        raise make_error(
-            ValueError,
-            f"{given}: 'zero_optimization' has stage {stage}.",
-            fix="Use 1, 2 or 3; without ZeRO, write strategy='ddp'.",
-            argument="config",
-        )
+        what = f"{given}: 'zero_optimization' has stage {stage}."
+        raise make_error(ValueError, what, fix="Use 1, 2 or 3; without ZeRO, write strategy='ddp'.", argument="config")
     return own
 
 
@@ -191,11 +184,8 @@ class EngineSettings:
     def _agree(self, key: str, value: Any, said: str) -> None:
         found = self._said.get(key, "auto")
         if found not in ("auto", None) and found != value:
-            raise make_error(
-                ValueError,
-                f"{said} and DeepSpeedStrategy(config={{{key!r}: {found!r}}}): they contradict each other.",
-                fix=f"Leave {key!r} out of the configuration; hasten sets it.",
-            )
+            what = f"{said} and DeepSpeedStrategy(config={{{key!r}: {found!r}}}): they contradict each other."
+            raise make_error(ValueError, what, fix=f"Leave {key!r} out of the configuration; hasten sets it.")
         self.config[key] = value
 
     def check(self) -> None:
@@ -243,12 +233,8 @@ def config_of(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in _SIZES:
         check.whole(owner, name, given[name], at_least=0 if name == "initial_scale_power" else 1)
     if not given["zero_optimization"]:
-        raise make_error(
-            ValueError,
-            "DeepSpeedStrategy(zero_optimization=False): that divides nothing.",
-            fix="Use strategy='ddp'.",
-            argument="zero_optimization",
-        )
+        what = "DeepSpeedStrategy(zero_optimization=False): that divides nothing."
+        raise make_error(ValueError, what, fix="Use strategy='ddp'.", argument="zero_optimization")
     check.one_of(owner, "stage", given["stage"], (1, 2, 3))
     for name in ("offload_params_device", "offload_optimizer_device"):
         check.one_of(owner, name, given[name], ("cpu", "nvme"))

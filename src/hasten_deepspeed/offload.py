@@ -164,8 +164,5 @@ def _with_parts(scheduler: Any) -> Iterator[Any]:
 
 
 def _refuse_step(name: str, *args: object, **kwargs: object) -> None:
-    raise make_error(
-        RuntimeError,
-        f"{name}.step() with strategy='deepspeed' and offload_optimizer: {_CPU_ADAM} has taken its place.",
-        fix="Step what self.optimizers() or fabric.setup() returns.",
-    )
+    what = f"{name}.step() with strategy='deepspeed' and offload_optimizer: {_CPU_ADAM} has taken its place."
+    raise make_error(RuntimeError, what, fix="Step what self.optimizers() or fabric.setup() returns.")

@@ -651,11 +651,8 @@ class ZeroEngine(StepEngine):
         kind = type(optimizer)
         if isinstance(optimizer, InBackward):
             inner = optimizer.optimizer_class.__name__
-            raise make_error(
-                ValueError,
-                f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there.",
-                fix=f"Use torch.optim.{inner} as it is; stage 2 frees gradients early.",
-            )
+            what = f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there."
+            raise make_error(ValueError, what, fix=f"Use torch.optim.{inner} as it is; stage 2 frees gradients early.")
         for base in kind.__mro__:
             if base.__name__ in _NEEDS_WHOLE and (is_builtin(base) or comes_from(base, "torch.optim")):
                 raise make_error(
@@ -736,11 +733,8 @@ class ZeroEngine(StepEngine):
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if args or kwargs.keys() - {"retain_graph", "model"}:
-            raise make_error(
-                TypeError,
-                "backward(loss, ...) with strategy='deepspeed': the engine takes only retain_graph.",
-                fix="Leave the other arguments out.",
-            )
+            what = "backward(loss, ...) with strategy='deepspeed': the engine takes only retain_graph."
+            raise make_error(TypeError, what, fix="Leave the other arguments out.")
         engine, self.holds_gradients = self.strategy.deepspeed_engine, True
         # The loop divides losses by the number of batches of their accumulation.
         engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
@@ -755,11 +749,8 @@ class ZeroEngine(StepEngine):
 
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             if kwargs:
-                raise make_error(
-                    TypeError,
-                    f"optimizer.step({', '.join(kwargs)}=...) with strategy='deepspeed': the engine takes none.",
-                    fix="Leave the arguments out.",
-                )
+                what = f"optimizer.step({', '.join(kwargs)}=...) with strategy='deepspeed': the engine takes none."
+                raise make_error(TypeError, what, fix="Leave the arguments out.")
             result = closure() if closure is not None else None
             engine = self.strategy.deepspeed_engine
             factor, self.factor, opened, self.holds_gradients = self.factor, None, self.holds_gradients, False

@@ -226,11 +226,8 @@ class _Products(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in PRODUCTS and not frames.asked_by_find_spec():
-            raise make_error(
-                ModuleNotFoundError,
-                f"{fullname} is the client of a hosted product, and is not installed.",
-                fix=PRODUCTS[fullname],
-            )
+            what = f"{fullname} is the client of a hosted product, and is not installed."
+            raise make_error(ModuleNotFoundError, what, fix=PRODUCTS[fullname])
         return None
 
 

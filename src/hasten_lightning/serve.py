@@ -100,19 +100,11 @@ class ServableModuleValidator(Callback):
         for package in ("fastapi", "uvicorn"):
             need(package, purpose="ServableModuleValidator()")
         if optimization is not None:
-            raise make_error(
-                NotImplementedError,
-                f"ServableModuleValidator(optimization={optimization!r}):",
-                fix="use None.",
-                argument="optimization",
-            )
+            what = f"ServableModuleValidator(optimization={optimization!r}):"
+            raise make_error(NotImplementedError, what, fix="use None.", argument="optimization")
         if server != "fastapi":
-            raise make_error(
-                NotImplementedError,
-                f"ServableModuleValidator(server={server!r}):",
-                fix='use "fastapi".',
-                argument="server",
-            )
+            what = f"ServableModuleValidator(server={server!r}):"
+            raise make_error(NotImplementedError, what, fix='use "fastapi".', argument="server")
         self.optimization, self.server = optimization, server
         self.host, self.exit_on_failure = host, exit_on_failure
         self.port = check.whole("ServableModuleValidator", "port", port, at_least=1, allowed="a free port")

@@ -129,12 +129,8 @@ class XLAAccelerator(Accelerator):
                 )
             indices = [whole_number(part) for part in parts]
             if len(indices) != 1 or indices[0] is None or not 0 <= indices[0] < max(present, 1):
-                raise make_error(
-                    ValueError,
-                    f"devices={devices!r}, accelerator='tpu': a list names one device, from [0] to [{present - 1}].",
-                    fix=f"Use devices='auto' for all {present}.",
-                    argument="devices",
-                )
+                what = f"devices={devices!r}, accelerator='tpu': a list names one device, from [0] to [{present - 1}]."
+                raise make_error(ValueError, what, fix=f"Use devices='auto' for all {present}.", argument="devices")
             return [indices[0]]
         number = present if number == -1 else number
         if number < 1 or (kind == "TPU" and number not in (1, present)):

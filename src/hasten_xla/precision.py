@@ -49,12 +49,8 @@ class XLAPrecision(Precision):
     def check_device(self, device: torch.device) -> None:
         """Check that the device is one of XLA's."""
         if device.type != "xla":
-            raise make_error(
-                ValueError,
-                f"plugins=[XLAPrecision({self.precision!r})]: it is for TPUs, and the run is on {device.type!r}.",
-                fix=f"Use precision={self.precision!r}.",
-                argument="plugins",
-            )
+            what = f"plugins=[XLAPrecision({self.precision!r})]: it is for TPUs, and the run is on {device.type!r}."
+            raise make_error(ValueError, what, fix=f"Use precision={self.precision!r}.", argument="plugins")
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with parameters of this type."""

@@ -247,12 +247,8 @@ class XLAEngine(StepEngine):
 
     def check_compile(self, owner: str, *, trains: bool) -> None:
         """Refuse torch's compiler."""
-        raise make_error(
-            ValueError,
-            f"{owner}(compile=...): XLA compiles each step itself.",
-            fix="Leave compile out.",
-            argument="compile",
-        )
+        what = f"{owner}(compile=...): XLA compiles each step itself."
+        raise make_error(ValueError, what, fix="Leave compile out.", argument="compile")
 
 
 class AveragingEngine(XLAEngine):
@@ -361,12 +357,8 @@ class XLAFSDPStrategy(OneProcess):
         check.declared(XLAFSDPStrategy.__init__, locals())
         known = ["auto_wrap_policy", "activation_checkpointing_policy", "state_dict_type", "sequential_save"]
         for name in kwargs:
-            raise make_error(
-                TypeError,
-                f"XLAFSDPStrategy({name}=...): XLA shards and gathers by itself, and takes no such argument.",
-                fix=f"Leave it out.{did_you_mean(name, known)}",
-                argument=name,
-            )
+            what = f"XLAFSDPStrategy({name}=...): XLA shards and gathers by itself, and takes no such argument."
+            raise make_error(TypeError, what, fix=f"Leave it out.{did_you_mean(name, known)}", argument=name)
         if auto_wrap_policy is not None:
             raise make_error(
                 TypeError,
@@ -382,12 +374,8 @@ class XLAFSDPStrategy(OneProcess):
                 argument="state_dict_type",
             )
         if sequential_save:
-            raise make_error(
-                TypeError,
-                "XLAFSDPStrategy(sequential_save=True): one process saves.",
-                fix="Leave it out.",
-                argument="sequential_save",
-            )
+            what = "XLAFSDPStrategy(sequential_save=True): one process saves."
+            raise make_error(TypeError, what, fix="Leave it out.", argument="sequential_save")
         super().__init__(accelerator, checkpoint_io, precision, parallel_devices=parallel_devices)
         self._recomputed = _classes(activation_checkpointing_policy)
         self.mesh: Any = None

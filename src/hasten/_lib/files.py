@@ -36,12 +36,8 @@ def require_folder(owner: str, argument: str, path: str) -> None:
     while not os.path.lexists(there) and os.path.dirname(there) != there:
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise make_error(
-            NotADirectoryError,
-            f"{owner}({argument}={path!r}): {there} is a file.",
-            fix="Give a folder, or a name that is free.",
-            argument=argument,
-        )
+        what = f"{owner}({argument}={path!r}): {there} is a file."
+        raise make_error(NotADirectoryError, what, fix="Give a folder, or a name that is free.", argument=argument)
 
 
 def write_atomically(

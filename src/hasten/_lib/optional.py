@@ -112,9 +112,5 @@ def need(name: str, *, purpose: str) -> ModuleType:
             raise
         package = _PACKAGES.get(top, top)
         extra = f" (or: {install_line(EXTRAS[top])})" if top in EXTRAS else ""
-        raise make_error(
-            ModuleNotFoundError,
-            f"{purpose} needs the package {package}, which is not installed.",
-            fix=f"Run: pip install {package}{extra}",
-            name=top,
-        ) from error
+        what = f"{purpose} needs the package {package}, which is not installed."
+        raise make_error(ModuleNotFoundError, what, fix=f"Run: pip install {package}{extra}", name=top) from error

@@ -40,11 +40,8 @@ def check_same_fields(owner: str, rows: Sequence[Mapping[Any, Any]]) -> None:
     """Check that the samples of a batch have the fields of its first one."""
     for place, row in enumerate(rows):
         if row.keys() != rows[0].keys():
-            raise make_error(
-                ValueError,
-                f"{owner}: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}.",
-                fix="Give all samples of a dataset the same fields.",
-            )
+            what = f"{owner}: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}."
+            raise make_error(ValueError, what, fix="Give all samples of a dataset the same fields.")
 
 
 class PadCollator:
@@ -102,12 +99,8 @@ class PadCollator:
     ) -> None:
         check.callable_("PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True)
         if isinstance(keys, str):
-            raise make_error(
-                TypeError,
-                f"PadCollator(keys={keys!r}):",
-                fix=f"give a list of fields: keys=[{keys!r}].",
-                argument="keys",
-            )
+            what = f"PadCollator(keys={keys!r}):"
+            raise make_error(TypeError, what, fix=f"give a list of fields: keys=[{keys!r}].", argument="keys")
         check.declared(PadCollator.__init__, locals())
         check.one_of("PadCollator", "side", side, ("right", "left"))
         check_multiple_of("PadCollator", multiple_of)
@@ -233,11 +226,8 @@ def tensor_of(value: object, name: str) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise make_error(
-            TypeError,
-            f"{name} is a {type(value).__name__} that cannot become a tensor ({error}).",
-            fix="Turn text into tokens first, and leave other fields out.",
-        ) from error
+        what = f"{name} is a {type(value).__name__} that cannot become a tensor ({error})."
+        raise make_error(TypeError, what, fix="Turn text into tokens first, and leave other fields out.") from error
 
 
 def of_one_type(tensors: Sequence[Tensor], padding: float) -> list[Tensor]:

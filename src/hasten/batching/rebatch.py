@@ -341,11 +341,7 @@ def _reordered(
         )
     longest = int(lengths.max())
     if longest > most:
-        raise make_error(
-            ValueError,
-            f"batching='tokens:{most}': sample {int(lengths.argmax())} of {name} has {longest} tokens.",
-            fix=f"Use 'tokens:{longest}' or more, or truncate.",
-            argument="batching",
-        )
+        what = f"batching='tokens:{most}': sample {int(lengths.argmax())} of {name} has {longest} tokens."
+        raise make_error(ValueError, what, fix=f"Use 'tokens:{longest}' or more, or truncate.", argument="batching")
     by_tokens = TokenBatchSampler(lengths, most, not in_order, **options)
     return with_attributes(loader, batch_sampler=by_tokens, batch_size=None)

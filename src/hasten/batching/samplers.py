@@ -56,12 +56,8 @@ class PlannedBatches(Sampler[list[int]]):
             check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)
             self.num_replicas, self.rank = num_replicas, rank
         elif (num_replicas is None) != (rank is None):
-            raise make_error(
-                ValueError,
-                f"{owner}(num_replicas={check.shown(num_replicas)}, rank={check.shown(rank)}):",
-                fix="give both or neither.",
-                argument="num_replicas",
-            )
+            what = f"{owner}(num_replicas={check.shown(num_replicas)}, rank={check.shown(rank)}):"
+            raise make_error(ValueError, what, fix="give both or neither.", argument="num_replicas")
         if seed is not None and generator is not None:
             raise make_error(
                 ValueError, f"{owner}: seed and generator both define how to shuffle.", fix="Give one of them."
@@ -269,12 +265,8 @@ class LengthBatchSampler(PlannedBatches):
         check_multiple_of(owner, multiple_of)
         check.declared(LengthBatchSampler.__init__, locals())
         if sampler is not None and not hasattr(sampler, "__len__"):
-            raise make_error(
-                TypeError,
-                f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole.",
-                fix="Give the sampler a __len__.",
-                argument="sampler",
-            )
+            what = f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole."
+            raise make_error(TypeError, what, fix="Give the sampler a __len__.", argument="sampler")
         self.sampler, self.multiple_of = sampler, multiple_of
         self._keys = all_rounded_up(self.lengths, multiple_of)
 

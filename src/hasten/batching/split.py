@@ -180,11 +180,8 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
     first = next(iter(lengths), "")
     for where, rows in lengths.items():
         if rows != lengths[first]:
-            raise make_error(
-                ValueError,
-                f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}.",
-                fix=f"{_ADVICE}.",
-            )
+            what = f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}."
+            raise make_error(ValueError, what, fix=f"{_ADVICE}.")
     if doubtful and lengths.get(first) != 1:
         raise _doubt(doubtful)
     if not elements:
@@ -209,11 +206,8 @@ def _has_rows(element: Any, where: str, dims: Any, shared_names: frozenset[Any])
             ValueError, f"batch{where} has no rows, and the samples of other batches had.", fix=f"{_ADVICE}."
         )
     if rows is not None and any(element.shape[dim] == rows > 1 for dim in (dims or ())[1:]):
-        raise make_error(
-            ValueError,
-            f"batch{where} has a value for each pair of samples, which parts do not have.",
-            fix=f"{_ADVICE}.",
-        )
+        what = f"batch{where} has a value for each pair of samples, which parts do not have."
+        raise make_error(ValueError, what, fix=f"{_ADVICE}.")
     return rows is not None
 
 

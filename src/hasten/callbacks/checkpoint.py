@@ -332,12 +332,8 @@ class ModelCheckpoint(Checkpoint):
         fits = stage == TrainerFn.FITTING
         self.dirpath, self._evaluates, self._step_before = folder, not fits, None
         if self.save_last == "link" and is_url(folder):
-            raise make_error(
-                ValueError,
-                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder.",
-                fix="Use save_last=True.",
-                argument="save_last",
-            )
+            what = f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder."
+            raise make_error(ValueError, what, fix="Use save_last=True.", argument="save_last")
         if trainer.is_global_zero and fits:
             if not is_url(folder):
                 require_folder("ModelCheckpoint", "dirpath", folder)
@@ -1034,11 +1030,8 @@ def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
     active = [each for each in given if each.steps or each.epochs or each.time is not None]
     if len(active) > 1:
         texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        raise MisconfigurationException(
-            f"ModelCheckpoint({texts}): these should be mutually exclusive.",
-            fix="Use one ModelCheckpoint for each.",
-            argument="every_n_train_steps",
-        )
+        what = f"ModelCheckpoint({texts}): these should be mutually exclusive."
+        raise MisconfigurationException(what, fix="Use one ModelCheckpoint for each.", argument="every_n_train_steps")
     period = active[0] if active else Period()
     return period.steps or 0, period.epochs or 0, period.time
 

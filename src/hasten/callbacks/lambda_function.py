@@ -34,12 +34,8 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in _ALLOWED:
-                raise make_error(
-                    TypeError,
-                    f"LambdaCallback({name}=...): unknown hook.",
-                    fix=did_you_mean(name, _ALLOWED),
-                    argument=name,
-                )
+                what = f"LambdaCallback({name}=...): unknown hook."
+                raise make_error(TypeError, what, fix=did_you_mean(name, _ALLOWED), argument=name)
             check.callable_("LambdaCallback", name, function, allow_none=True)
             if function is not None:
                 setattr(self, name, function)

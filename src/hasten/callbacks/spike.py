@@ -205,11 +205,8 @@ class SpikeDetection(Callback):
 def _loss_of(outputs: StepOutput) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
-        raise make_error(
-            TypeError,
-            f"SpikeDetection: training_step returned {type(outputs).__name__} without a loss.",
-            fix='Return the loss, or a dict with the key "loss".',
-        )
+        what = f"SpikeDetection: training_step returned {type(outputs).__name__} without a loss."
+        raise make_error(TypeError, what, fix='Return the loss, or a dict with the key "loss".')
     return loss.detach().mean()
 
 

@@ -461,12 +461,8 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         name = type(self).__name__
         for fixed in {"avg_fn", "multi_avg_fn"}.intersection(kwargs):
-            raise make_error(
-                TypeError,
-                f"{name}({fixed}=...): it averages exponentially.",
-                fix=f"Use WeightAveraging({fixed}=...).",
-                argument=fixed,
-            )
+            what = f"{name}({fixed}=...): it averages exponentially."
+            raise make_error(TypeError, what, fix=f"Use WeightAveraging({fixed}=...).", argument=fixed)
         error = MisconfigurationException
         check.number(name, "decay", decay, at_least=0, at_most=1, error=error)
         check.whole(name, "update_every_n_steps", update_every_n_steps, at_least=0, error=error)

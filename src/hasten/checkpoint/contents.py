@@ -190,11 +190,8 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """
     bare = "Load bare weights with model.load_state_dict(torch.load(path))."
     if not isinstance(checkpoint, Mapping):
-        raise make_error(
-            ValueError,
-            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer.",
-            fix=bare,
-        )
+        what = f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer."
+        raise make_error(ValueError, what, fix=bare)
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:8]
         raise make_error(
@@ -237,11 +234,8 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     try:
         counters = _counters(checkpoint, loops.get("fit_loop") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise make_error(
-            ValueError,
-            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}).",
-            fix=_DAMAGED,
-        ) from error
+        what = f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error})."
+        raise make_error(ValueError, what, fix=_DAMAGED) from error
     return {**checkpoint, "loops": {**loops, "fit": counters}}
 
 
@@ -426,11 +420,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
-        raise make_error(
-            ValueError,
-            f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}.",
-            fix=f"Resume with the same parameter groups, {WEIGHTS_ALONE}",
-        ) from error
+        what = f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}."
+        raise make_error(ValueError, what, fix=f"Resume with the same parameter groups, {WEIGHTS_ALONE}") from error
     except KeyError as error:
         # Some optimizers of torch look for their own values in the state of another kind.
         raise _other_kind(optimizer, error.args[0]) from error

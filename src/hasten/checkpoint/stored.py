@@ -131,11 +131,8 @@ class Folder:
             if tuple(target.shape) != shape:
                 raise ValueError(f"{key}: the shape is {shape} in {self.place}, and {tuple(target.shape)} here.")
             if target.is_meta:
-                raise make_error(
-                    ValueError,
-                    f"{key}: a tensor on the meta device has no memory to read into.",
-                    fix="Call to_empty() first.",
-                )
+                what = f"{key}: a tensor on the meta device has no memory to read into."
+                raise make_error(ValueError, what, fix="Call to_empty() first.")
         if targets:
             from hasten.checkpoint import tensor_files
 

@@ -116,12 +116,8 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
     if isinstance(value, Mapping):
         return _checked(owner, _from_options(owner, dict(value)))
     if isinstance(value, str) and value in torch_private.compile_modes():
-        raise make_error(
-            ValueError,
-            f"{owner}(compile={value!r}): that is a mode of torch.compile.",
-            fix=f"Write compile={{'mode': {value!r}}}.",
-            argument="compile",
-        )
+        what = f"{owner}(compile={value!r}): that is a mode of torch.compile."
+        raise make_error(ValueError, what, fix=f"Write compile={{'mode': {value!r}}}.", argument="compile")
     allowed = "True, False, 'regional', 'step', or a dict of torch.compile's options"
     if isinstance(value, str):
         raise check.wrong(owner, "compile", value, allowed, hint=did_you_mean(value, ("regional", "step", "True")))

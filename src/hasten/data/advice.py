@@ -31,11 +31,8 @@ def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int
             "divides itself among them."
         )
     if not trains and any(isinstance(sampler, RandomSampler) for sampler in samplers_of(loader)):
-        rank_zero_warn(
-            f"The {name} has shuffling enabled.",
-            PossibleUserWarning,
-            fix="Use shuffle=False where the order of samples is not to change.",
-        )
+        what = f"The {name} has shuffling enabled."
+        rank_zero_warn(what, PossibleUserWarning, fix="Use shuffle=False where the order of samples is not to change.")
 
 
 def warn_of_another_order(loader: Iterable[Any]) -> None:
@@ -57,11 +54,8 @@ def warn_about_workers(loader: DataLoader[Any], *, name: str, processes: int, re
     if workers > 0 and starts == "spawn" and not loader.persistent_workers:
         rank_zero_warn(f"Consider setting `persistent_workers=True` in the {name}: workers are slow to start.")
     elif workers < 2 and most > 1:
-        rank_zero_warn(
-            f"The {name} does not have many workers, so training may wait for it.",
-            PossibleUserWarning,
-            fix=f"Consider increasing `num_workers` to num_workers={most}.",
-        )
+        what = f"The {name} does not have many workers, so training may wait for it."
+        rank_zero_warn(what, PossibleUserWarning, fix=f"Consider increasing `num_workers` to num_workers={most}.")
     if loader.persistent_workers and loader.pin_memory and reloads:
         rank_zero_warn(
             f"The {name} has persistent_workers=True and pin_memory=True, and the combination with "

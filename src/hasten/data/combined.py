@@ -56,11 +56,8 @@ class CombinedLoader:
             # The numbers of numpy have __getitem__, and no elements.
             is_iterable &= getattr(leaf, "ndim", None) != 0
             if not is_iterable or isinstance(leaf, (str, bytes, type)):
-                raise make_error(
-                    TypeError,
-                    f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over.",
-                    argument="iterables",
-                )
+                what = f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over."
+                raise make_error(TypeError, what, argument="iterables")
         self._mode = mode
         # Batches of each loader to use, in sequential mode.
         self._limits: list[int | float | None] | None = None

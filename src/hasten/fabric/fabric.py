@@ -149,11 +149,8 @@ class Fabric(RuntimeView):
         self._loggers: list[Any] = _listed(loggers)
         wrong = next((logger for logger in self._loggers if not hasattr(logger, "log_metrics")), None)
         if wrong is not None:
-            raise make_error(
-                TypeError,
-                f"Fabric(loggers=...): {check.shown(wrong)} is not a logger: it has no method log_metrics.",
-                argument="loggers",
-            )
+            what = f"Fabric(loggers=...): {check.shown(wrong)} is not a logger: it has no method log_metrics."
+            raise make_error(TypeError, what, argument="loggers")
         self._optimizers: list[FabricOptimizer] = []
         # Those that were set up, as long as the program has them.
         self._modules: list[weakref.ref[nn.Module]] = []
@@ -384,11 +381,8 @@ class Fabric(RuntimeView):
                 raise set_up_twice("dataloader", "setup_dataloaders")
             if not isinstance(loader, DataLoader):
                 if isinstance(loader, (list, tuple)) and all(isinstance(each, DataLoader) for each in loader):
-                    raise make_error(
-                        TypeError,
-                        f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders.",
-                        fix="Give them one by one: fabric.setup_dataloaders(*loaders).",
-                    )
+                    what = f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders."
+                    raise make_error(TypeError, what, fix="Give them one by one: fabric.setup_dataloaders(*loaders).")
                 raise make_error(
                     TypeError,
                     f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}.",
@@ -420,11 +414,8 @@ class Fabric(RuntimeView):
             hint = f" Write {module.__name__}()." if isinstance(module, type) else ""
             if is_of_pipeline(module):
                 hint = " Make the pipeline of modules that are not set up, as examples/pipeline_parallel.py does."
-            raise make_error(
-                TypeError,
-                f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}.",
-                fix=hint,
-            )
+            what = f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}."
+            raise make_error(TypeError, what, fix=hint)
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
@@ -610,11 +601,8 @@ class Fabric(RuntimeView):
         """
         module = compiled_of(module)[0]
         if not isinstance(module, FabricModule):
-            raise make_error(
-                TypeError,
-                f"Fabric.no_backward_sync({type(module).__name__}):",
-                fix="pass the module that fabric.setup() returned.",
-            )
+            what = f"Fabric.no_backward_sync({type(module).__name__}):"
+            raise make_error(TypeError, what, fix="pass the module that fabric.setup() returned.")
         return self._runtime.no_sync(module._forward_module) if enabled else nullcontext()
 
     def to_device(self, obj: T) -> T:
@@ -889,11 +877,8 @@ def _listed(value: Any) -> list[Any]:
 
 def _as_number(name: str, value: Tensor) -> Any:
     if value.numel() != 1:
-        raise make_error(
-            ValueError,
-            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}.",
-            fix="Log one number, for instance its mean: value.mean().",
-        )
+        what = f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}."
+        raise make_error(ValueError, what, fix="Log one number, for instance its mean: value.mean().")
     return value.item()
 
 

@@ -418,11 +418,8 @@ def check_optimizer(optimizer: object, method: str) -> None:
         return
     hint = " Pass a scheduler as scheduler=...." if hasattr(optimizer, "get_last_lr") else ""
     if isinstance(optimizer, type):
-        raise make_error(
-            TypeError,
-            f"Fabric.{method}(): {optimizer.__name__} is a class, not an optimizer.",
-            fix=f"Make one: {optimizer.__name__}(module.parameters(), lr=...).",
-        )
+        what = f"Fabric.{method}(): {optimizer.__name__} is a class, not an optimizer."
+        raise make_error(TypeError, what, fix=f"Make one: {optimizer.__name__}(module.parameters(), lr=...).")
     if hasattr(optimizer, "dataset") or hasattr(optimizer, "batch_sampler"):
         hint = " Give loaders to fabric.setup_dataloaders(loader)."
     if isinstance(optimizer, nn.Module) and method == "setup":

@@ -208,11 +208,8 @@ class MLFlowLogger(UploadingLogger):
         now_ms, row = int(time.time() * 1000), []
         for name, value in with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, str):
-                warn_once(
-                    f"mlflow text {name}",
-                    f"MLFlowLogger: {name}={value!r} is text, which MLflow does not take as a value; it is left out.",
-                    fix="Use logger.experiment.set_tag(logger.run_id, ...).",
-                )
+                what = f"MLFlowLogger: {name}={value!r} is text, which MLflow does not take as a value; it is left out."
+                warn_once(f"mlflow text {name}", what, fix="Use logger.experiment.set_tag(logger.run_id, ...).")
                 continue
             number = value.item() if isinstance(value, Tensor) else value
             row.append(metric(key=_allowed(name), value=number, timestamp=now_ms, step=step or 0))

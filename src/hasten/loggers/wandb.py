@@ -93,11 +93,8 @@ class WandbLogger(UploadingLogger):
         check.declared(WandbLogger.__init__, locals())
         need("wandb", purpose="WandbLogger")
         if offline and log_model:
-            raise MisconfigurationException(
-                f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline.",
-                fix="Leave out one of the two.",
-                argument="log_model",
-            )
+            what = f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline."
+            raise MisconfigurationException(what, fix="Leave out one of the two.", argument="log_model")
         if version is not None and not isinstance(version, str):
             allowed = "a string, or a whole number of at least 0"
             version = str(check.whole("WandbLogger", "version", version, at_least=0, allowed=allowed))

@@ -92,11 +92,8 @@ def fit(run: Run) -> None:
             schedule.warn_of_second_fit(run)
         return
     if run.arguments.max_epochs_assumed:
-        rank_zero_warn(
-            "`max_epochs` was not set: training ends after 1000 epochs.",
-            PossibleUserWarning,
-            fix="Pass max_epochs=..., or max_epochs=-1 for no limit.",
-        )
+        what = "`max_epochs` was not set: training ends after 1000 epochs."
+        rank_zero_warn(what, PossibleUserWarning, fix="Pass max_epochs=..., or max_epochs=-1 for no limit.")
     if not first_check:
         run.observers.first_epoch.before_start(run)
         sanity_check(run)

@@ -525,11 +525,8 @@ def change_module(run: Run) -> None:
 
         kind = run.runtime.device.type
         if kind != "cpu":
-            raise MisconfigurationException(
-                f"Trainer(dropout='fast'): on {kind} dropout is one kernel already.",
-                fix="Leave it out.",
-                argument="dropout",
-            )
+            what = f"Trainer(dropout='fast'): on {kind} dropout is one kernel already."
+            raise MisconfigurationException(what, fix="Leave it out.", argument="dropout")
         if not run.undo.enter_context(fast_dropout(module)) and not speed.packed:
             raise MisconfigurationException(
                 f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer.",

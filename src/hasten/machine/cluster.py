@@ -312,11 +312,8 @@ class SLURMEnvironment(_ExternalCluster):
         by_srun = "SLURM_NTASKS" in os.environ and not SLURMEnvironment._is_interactive()
         if conventions.current().warns_of_settings and not by_srun and shutil.which("srun") is not None:
             command = shlex.join(["srun", os.path.basename(sys.executable), *sys.argv])[:64]
-            rank_zero_warn(
-                "This machine has the command srun, and it did not start this program.",
-                fix=f"For a job of SLURM, write: {command} ...",
-                category=PossibleUserWarning,
-            )
+            what = "This machine has the command srun, and it did not start this program."
+            rank_zero_warn(what, fix=f"For a job of SLURM, write: {command} ...", category=PossibleUserWarning)
 
     @staticmethod
     def _check_srun() -> None:
@@ -338,12 +335,8 @@ class SLURMEnvironment(_ExternalCluster):
             ("SLURM_NNODES", "--nodes", "num_nodes", num_nodes),
         ):
             if (given := os.environ.get(variable, "")).isdigit() and int(given) != value:
-                raise make_error(
-                    ValueError,
-                    f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match.",
-                    fix=f"Use {argument}={given}.",
-                    argument=argument,
-                )
+                what = f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match."
+                raise make_error(ValueError, what, fix=f"Use {argument}={given}.", argument=argument)
         # Lightning's constructor has looked at --ntasks.
         if self._world_size in os.environ and not conventions.current().warns_of_settings:
             super().validate_settings(num_devices, num_nodes)
@@ -446,11 +439,8 @@ class LSFEnvironment(_ExternalCluster):
         for name in ("LSB_DJOB_RANKFILE", "LSB_JOBID"):
             if not os.environ.get(name) and not (name == "LSB_JOBID" and "MASTER_PORT" in os.environ):
                 state = "empty" if name in os.environ else "missing"
-                raise make_error(
-                    ValueError,
-                    f"LSFEnvironment(): the environment variable {name} is {state}.",
-                    fix="Start the program with jsrun inside a job of LSF.",
-                )
+                what = f"LSFEnvironment(): the environment variable {name} is {state}."
+                raise make_error(ValueError, what, fix="Start the program with jsrun inside a job of LSF.")
 
     @property
     def main_address(self) -> str:

@@ -224,12 +224,8 @@ def command_of_this_program() -> list[str]:
             return [*python, path, *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
-    raise make_error(
-        RuntimeError,
-        "strategy='ddp' runs the program again for each process, and an interactive session cannot be run again.",
-        fix="Use strategy='ddp_notebook' here.",
-        argument="strategy",
-    )
+    what = "strategy='ddp' runs the program again for each process, and an interactive session cannot be run again."
+    raise make_error(RuntimeError, what, fix="Use strategy='ddp_notebook' here.", argument="strategy")
 
 
 def folder_of_this_program() -> str | None:

@@ -164,11 +164,8 @@ class ModelExport:
         assert isinstance(self, nn.Module)
         if sharded_parameter(self) is not None:
             kind = type(self).__name__
-            raise make_error(
-                ValueError,
-                f"{kind}: its parameters are divided over processes and cannot be exported here.",
-                fix=f"Save a checkpoint, and export {kind}.load_from_checkpoint(path).",
-            )
+            what = f"{kind}: its parameters are divided over processes and cannot be exported here."
+            raise make_error(ValueError, what, fix=f"Save a checkpoint, and export {kind}.load_from_checkpoint(path).")
         return self
 
     def _inputs(self, call: str, argument: str, given: Any) -> tuple[Any, ...]:

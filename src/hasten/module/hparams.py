@@ -74,11 +74,8 @@ else:
 
             # When called, not when looked up: tools inspect the methods of instances.
             def refuse(*_: Any, **__: Any) -> Any:
-                raise make_error(
-                    TypeError,
-                    f"{kind}.{name}() cannot be called on an instance: it makes a new object.",
-                    fix=f"Write model = {kind}.{name}(path).",
-                )
+                what = f"{kind}.{name}() cannot be called on an instance: it makes a new object."
+                raise make_error(TypeError, what, fix=f"Write model = {kind}.{name}(path).")
 
             return refuse
 
@@ -617,11 +614,8 @@ def _instantiator(name: object, stored: Mapping[str, Any], cls: type, path: str)
         # The class is checked where the object is made; nothing is imported here because a file says so.
         module = str(wanted).rpartition(".")[0]
         if module not in sys.modules:
-            raise make_error(
-                ValueError,
-                f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported.",
-                fix=f"If you trust the file, import the module {module!r} first.",
-            )
+            what = f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported."
+            raise make_error(ValueError, what, fix=f"If you trust the file, import the module {module!r} first.")
     module, _, function = name.rpartition(".")
     if module.partition(".")[0] in ("lightning", "pytorch_lightning") and module not in sys.modules:
         module = "hasten.cli"

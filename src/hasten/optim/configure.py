@@ -172,11 +172,8 @@ def _scheduler(returned: Any, where: str, *, automatic: bool, needs_step: bool) 
     config = returned if isinstance(returned, LRSchedulerConfig) else LRSchedulerConfig(**entry)
     _check_interval(config, where)
     if automatic and isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
-        rank_zero_warn(
-            f"{where}: OneCycleLR counts steps, but it steps once per epoch here.",
-            fix="Did you mean 'interval': 'step'?",
-            category=RuntimeWarning,
-        )
+        what = f"{where}: OneCycleLR counts steps, but it steps once per epoch here."
+        rank_zero_warn(what, fix="Did you mean 'interval': 'step'?", category=RuntimeWarning)
     config.reduce_on_plateau = entry.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     if automatic and config.reduce_on_plateau:
         _check_monitor(config, where)
@@ -250,11 +247,8 @@ def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
             f"{argument}={config.interval!r}:", fix="use epochs or steps, '2ep' or '500st'.", argument="interval"
         )
     if config.frequency != 1:
-        raise MisconfigurationException(
-            f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency.",
-            fix="Leave out one.",
-            argument="interval",
-        )
+        what = f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency."
+        raise MisconfigurationException(what, fix="Leave out one.", argument="interval")
     config.frequency = interval.epochs or interval.steps or 1
     config.interval = "epoch" if interval.epochs else "step"
 

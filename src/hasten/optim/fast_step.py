@@ -248,17 +248,11 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
     ):
         given: object = loss
         if isinstance(given, float | int):
-            raise make_error(
-                TypeError,
-                f"backward({loss!r}): a number has no gradients.",
-                fix="Give it the loss itself, without .item() or float().",
-            )
+            what = f"backward({loss!r}): a number has no gradients."
+            raise make_error(TypeError, what, fix="Give it the loss itself, without .item() or float().")
         if not hasattr(given, "backward"):
-            raise make_error(
-                TypeError,
-                f"backward({shown(given)}): a {type(given).__name__} has no gradients.",
-                fix="Give it the loss, a tensor of one element.",
-            )
+            what = f"backward({shown(given)}): a {type(given).__name__} has no gradients."
+            raise make_error(TypeError, what, fix="Give it the loss, a tensor of one element.")
         try:
             loss.backward(*args, **kwargs)
         except RuntimeError as error:

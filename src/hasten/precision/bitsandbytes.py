@@ -64,12 +64,8 @@ class BitsandbytesPrecision(DtypePrecision):
             no_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
             dtype = torch.float16 if mode.startswith("int8") or no_bf16 else torch.bfloat16
         if mode.startswith("int8") and dtype is not torch.float16:
-            raise make_error(
-                ValueError,
-                f"BitsandbytesPrecision(mode={mode!r}, dtype={dtype}): products in eight bits give float16.",
-                fix="Use dtype=torch.float16, or leave it out.",
-                argument="mode",
-            )
+            what = f"BitsandbytesPrecision(mode={mode!r}, dtype={dtype}): products in eight bits give float16."
+            raise make_error(ValueError, what, fix="Use dtype=torch.float16, or leave it out.", argument="mode")
         check.one_of("BitsandbytesPrecision", "dtype", dtype, (torch.bfloat16, torch.float16, torch.float32))
         _bitsandbytes()
         self.mode = mode
@@ -101,11 +97,8 @@ class BitsandbytesPrecision(DtypePrecision):
         if any(isinstance(layer, tuple(kinds.values())) for layer in module.modules()):
             return module
         if not any(type(layer) is nn.Linear for layer in module.modules()):
-            raise make_error(
-                TypeError,
-                f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers to quantize.",
-                fix="Use precision='bf16-true'.",
-            )
+            what = f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers to quantize."
+            raise make_error(TypeError, what, fix="Use precision='bf16-true'.")
         check_ignored(module, self.ignore_modules, "BitsandbytesPrecision")
         self._rest.convert_module(module)
 

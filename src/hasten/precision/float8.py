@@ -152,12 +152,8 @@ def check_float8(device: torch.device, precision: str = "fp8") -> None:
     if torch.version.hip is not None:
         arch = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
         if not arch.startswith(("gfx94", "gfx95", "gfx12")):
-            raise make_error(
-                ValueError,
-                f"precision={precision!r}: {name} ({arch}) cannot multiply 8-bit floats; AMD MI300 can.",
-                fix=instead,
-                argument="precision",
-            )
+            what = f"precision={precision!r}: {name} ({arch}) cannot multiply 8-bit floats; AMD MI300 can."
+            raise make_error(ValueError, what, fix=instead, argument="precision")
         return
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):

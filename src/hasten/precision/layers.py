@@ -29,12 +29,8 @@ def ignored(name: str, prefixes: Iterable[str]) -> bool:
 def check_names(owner: str, ignore_modules: object) -> None:
     """Refuse one name where a set of names is expected."""
     if isinstance(ignore_modules, str):
-        raise make_error(
-            TypeError,
-            f"{owner}(ignore_modules={ignore_modules!r}):",
-            fix=f"use a set of names, {{{ignore_modules!r}}}.",
-            argument="ignore_modules",
-        )
+        what = f"{owner}(ignore_modules={ignore_modules!r}):"
+        raise make_error(TypeError, what, fix=f"use a set of names, {{{ignore_modules!r}}}.", argument="ignore_modules")
 
 
 def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:

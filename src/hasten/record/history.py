@@ -190,11 +190,8 @@ class History(Sequence[dict[str, Any]]):
             )
         if name not in self._columns:
             known = f" Logged were: {', '.join(self._columns)}." if self._columns else " Nothing was logged."
-            raise make_error(
-                KeyError,
-                f"trainer.history[{name!r}]: no value of this name.",
-                fix=f"{did_you_mean(name, self._columns)}{known}",
-            )
+            what = f"trainer.history[{name!r}]: no value of this name."
+            raise make_error(KeyError, what, fix=f"{did_you_mean(name, self._columns)}{known}")
         rows, column = self._columns[name]
         return Series(
             name,

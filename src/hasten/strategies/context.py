@@ -413,11 +413,8 @@ def _checked_names(batch: Any, names: Sequence[Any]) -> list[Any]:
     keys = [key for key, _ in _items(batch)]
     for name in names:
         if name not in keys:
-            raise MisconfigurationException(
-                f"{OWNER}: the batch has no {name!r}.",
-                fix=f"Choose among {', '.join(map(repr, keys))}.",
-                argument="names",
-            )
+            what = f"{OWNER}: the batch has no {name!r}."
+            raise MisconfigurationException(what, fix=f"Choose among {', '.join(map(repr, keys))}.", argument="names")
     return list(names)
 
 
@@ -859,11 +856,8 @@ def _check_transformer(model: Any) -> None:
         (loss not in ("", "ForCausalLM", "ForMaskedLM", "ForTokenClassification"), f"its loss is {loss}"),
     ):
         if holds:
-            raise MisconfigurationException(
-                f"{OWNER}: {type(model).__name__} cannot be divided along its sequences, because {why}.",
-                fix="Leave context parallel out.",
-                argument="context",
-            )
+            what = f"{OWNER}: {type(model).__name__} cannot be divided along its sequences, because {why}."
+            raise MisconfigurationException(what, fix="Leave context parallel out.", argument="context")
 
 
 def _prepare_transformers(models: list[Any], split: ContextSplit, undo: ExitStack) -> None:
@@ -882,11 +876,8 @@ def _prepare_transformers(models: list[Any], split: ContextSplit, undo: ExitStac
         if model.config._attn_implementation != IMPLEMENTATION or not (
             has_model or {"attention_mask", "position_ids"} <= set(names)
         ):
-            raise MisconfigurationException(
-                f"{OWNER}: {type(model).__name__} does not take another attention, or no position_ids.",
-                fix="Leave context parallel out.",
-                argument="context",
-            )
+            what = f"{OWNER}: {type(model).__name__} does not take another attention, or no position_ids."
+            raise MisconfigurationException(what, fix="Leave context parallel out.", argument="context")
         hook = _check_labels if has_model else _give_documents
         undo.callback(model.register_forward_pre_hook(partial(hook, split, names), with_kwargs=True).remove)
 

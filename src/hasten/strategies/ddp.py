@@ -148,11 +148,8 @@ class _CurrentDDP:
         for rank, trained in enumerate(by_rank):
             if trained != by_rank[0]:
                 different = sorted(set(trained) ^ set(by_rank[0])) or trained
-                raise make_error(
-                    RuntimeError,
-                    f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}.",
-                    fix="Change requires_grad alike on all processes.",
-                )
+                what = f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}."
+                raise make_error(RuntimeError, what, fix="Change requires_grad alike on all processes.")
 
     def exchanged_names(self) -> list[str]:
         """Return the names of the parameters whose gradients are exchanged, in the order of DDP."""
@@ -302,12 +299,8 @@ class DDPStrategy(ParallelStrategy):
 
         """
         if self._comm_hook is not None:
-            raise make_error(
-                ValueError,
-                "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs.",
-                fix="Plan without it.",
-                argument="ddp_comm_hook",
-            )
+            what = "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs."
+            raise make_error(ValueError, what, fix="Plan without it.", argument="ddp_comm_hook")
         # These two read tensors, to find out which gradients to wait for.
         reads = ("find_unused_parameters", "static_graph")
         self._ddp_kwargs = {name: value for name, value in self._ddp_kwargs.items() if name not in reads}

@@ -74,12 +74,8 @@ class ExpertStyle(ParallelStyle):
             )
         other = next((name for name, each in parameters.items() if not self._divides(name, each, count)), None)
         if other is not None:
-            raise make_error(
-                ValueError,
-                f"{where} has the parameter {other!r}, which {type(self).__name__} does not divide.",
-                fix=self._instead(),
-                argument=self.argument,
-            )
+            what = f"{where} has the parameter {other!r}, which {type(self).__name__} does not divide."
+            raise make_error(ValueError, what, fix=self._instead(), argument=self.argument)
         self._check_sizes(module, size, where)
 
     @abstractmethod
@@ -123,12 +119,8 @@ class SplitExperts(ExpertStyle):
 
     def _check_sizes(self, module: Any, size: int, where: str) -> None:
         if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
-            raise make_error(
-                ValueError,
-                f"{where} holds matrices that are transposed, or in which the rows of two layers alternate.",
-                fix=self._instead(),
-                argument="plan",
-            )
+            what = f"{where} holds matrices that are transposed, or in which the rows of two layers alternate."
+            raise make_error(ValueError, what, fix=self._instead(), argument="plan")
         for name, parameter in module.named_parameters():
             by = _MATRICES[name]
             width = parameter.shape[2] if by == _ROWS else parameter.shape[1] // (2 if by == _PACKED else 1)

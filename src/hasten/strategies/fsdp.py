@@ -185,12 +185,8 @@ def _checked_mesh(mesh: Any, mode: str) -> Any:
         return None
     given = f"FSDPStrategy(device_mesh={check.shown(mesh)}, sharding_strategy={mode!r})"
     if "HYBRID" not in mode:
-        raise make_error(
-            ValueError,
-            f"{given}: a mesh is for 'HYBRID_SHARD'.",
-            fix="Leave it out, or use that.",
-            argument="device_mesh",
-        )
+        what = f"{given}: a mesh is for 'HYBRID_SHARD'."
+        raise make_error(ValueError, what, fix="Leave it out, or use that.", argument="device_mesh")
     dimensions = len(mesh) if isinstance(mesh, tuple) else getattr(mesh, "ndim", None)
     if dimensions is None:
         raise make_error(

@@ -257,12 +257,8 @@ def apply_plan(
 def _was_split(part: Part, plan: Plan) -> bool:
     """Return whether an earlier run, the program itself or ``MeshStrategy(expert=N)`` has split a module."""
     if sends_tokens(part.module) and plan != "auto":
-        raise make_error(
-            ValueError,
-            f"MeshStrategy(plan={{...}}, expert=...): {part.pattern!r} names experts, and both divide them.",
-            fix="Leave them out of the plan, or leave expert out.",
-            argument="plan",
-        )
+        what = f"MeshStrategy(plan={{...}}, expert=...): {part.pattern!r} names experts, and both divide them."
+        raise make_error(ValueError, what, fix="Leave them out of the plan, or leave expert out.", argument="plan")
     # What gathers a sequence comes after the layers inside.
     own = () if isinstance(part.style, _GatherSequence) else part.module.parameters()
     return part.module in _split or sends_tokens(part.module) or any(map(_is_split, own))
@@ -416,12 +412,8 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
             )
         for name in found:
             if name in named:
-                raise make_error(
-                    ValueError,
-                    f"plan={{...}}: {named[name][1]!r} and {pattern!r} both name {name!r}.",
-                    fix="Leave one out.",
-                    argument="plan",
-                )
+                what = f"plan={{...}}: {named[name][1]!r} and {pattern!r} both name {name!r}."
+                raise make_error(ValueError, what, fix="Leave one out.", argument="plan")
             if style != _WHOLE:
                 named[name] = (_style(style, pattern), pattern)
     return named
@@ -528,11 +520,8 @@ def _style(style: object, pattern: str) -> ParallelStyle:
     given = f"plan=...: the style {style!r} of {pattern!r}"
     if isinstance(style, str):
         known = [*_STYLES, _WHOLE]
-        raise make_error(
-            ValueError,
-            f"{given} has no counterpart in torch.distributed.tensor.parallel. hasten knows {', '.join(known)}.",
-            fix=did_you_mean(style, known),
-        )
+        what = f"{given} has no counterpart in torch.distributed.tensor.parallel. hasten knows {', '.join(known)}."
+        raise make_error(ValueError, what, fix=did_you_mean(style, known))
     hint = f" Write {style.__name__}()." if isinstance(style, type) and issubclass(style, ParallelStyle) else ""
     raise make_error(TypeError, f"{given} is not a torch ParallelStyle or the name of one.", fix=hint)
 
@@ -602,12 +591,8 @@ def _check_heads(part: Part, size: int) -> None:
         if part.name.rpartition(".")[2][:1] in "kv":
             fields.reverse()
         field = next((field for field in fields if getattr(config, field, None) == heads), "heads")
-        raise make_error(
-            ValueError,
-            f"plan=...: {part.name!r} has {field}={heads}, which {size} processes cannot share equally.",
-            fix=f"Choose a tensor-parallel size that divides {heads}.",
-            argument="plan",
-        )
+        what = f"plan=...: {part.name!r} has {field}={heads}, which {size} processes cannot share equally."
+        raise make_error(ValueError, what, fix=f"Choose a tensor-parallel size that divides {heads}.", argument="plan")
 
 
 # -- parameters that several modules share

@@ -108,11 +108,8 @@ def callbacks(arguments: Arguments) -> list[Callback]:
         ("enable_checkpointing", checkpoints, arguments.enable_checkpointing or arguments.fast_dev_run),
     ):
         if given and not enabled:
-            raise MisconfigurationException(
-                f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other.",
-                fix="Leave out one of them.",
-                argument=argument,
-            )
+            what = f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other."
+            raise MisconfigurationException(what, fix="Leave out one of them.", argument=argument)
     if arguments.max_time is not None:
         if names_of(Timer):
             rank_zero_warn(

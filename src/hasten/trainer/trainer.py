@@ -241,11 +241,8 @@ class Trainer(TrainerView):
     ) -> None:
         given = locals()
         if model_registry is not None:
-            raise MisconfigurationException(
-                "Trainer(model_registry=...): not in this version of hasten.",
-                fix="Leave it out.",
-                argument="model_registry",
-            )
+            what = "Trainer(model_registry=...): not in this version of hasten."
+            raise MisconfigurationException(what, fix="Leave it out.", argument="model_registry")
         self._given = {name: value for name, value in given.items() if name != "self"}
         self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
@@ -334,19 +331,13 @@ class Trainer(TrainerView):
 
         """
         if fixed := {"callbacks", "logger"} & changes.keys():
-            raise make_error(
-                TypeError,
-                f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers.",
-                argument=min(fixed),
-            )
+            what = f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers."
+            raise make_error(TypeError, what, argument=min(fixed))
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if self.state.status is TrainerStatus.RUNNING:
-            raise make_error(
-                RuntimeError,
-                "Trainer.change_arguments(): a call is running.",
-                fix="Change arguments before or after it.",
-            )
+            what = "Trainer.change_arguments(): a call is running."
+            raise make_error(RuntimeError, what, fix="Change arguments before or after it.")
         given = {**self._given, **changes}
         arguments = check_arguments(given)
         runtime = _runtime_for(given) if set(_MACHINE) & changes.keys() else None
@@ -580,11 +571,8 @@ class Trainer(TrainerView):
         callbacks = [require_callback("Trainer.callbacks", each) for each in self._callbacks]
         check_signatures(module, datamodule, callbacks)
         if fn is TrainerFn.FITTING and self._inside_fit:
-            raise make_error(
-                RuntimeError,
-                "Trainer.fit() is called inside of a fit of the same Trainer, in a hook.",
-                fix="Call it after the first one, or with a Trainer of its own.",
-            )
+            what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
+            raise make_error(RuntimeError, what, fix="Call it after the first one, or with a Trainer of its own.")
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         # Until the next fit, programs see that the last one was stopped.
         self._should_stop = self._should_stop and fn is not TrainerFn.FITTING

@@ -43,11 +43,8 @@ class MNIST(Dataset[tuple[Tensor, int]]):
         path = os.path.join(root, "MNIST", "processed", name)
         if not os.path.isfile(path):
             if not download:
-                raise make_error(
-                    RuntimeError,
-                    f"MNIST(root={root!r}, download=False): there is no {path}. Use download=True.",
-                    argument="root",
-                )
+                what = f"MNIST(root={root!r}, download=False): there is no {path}. Use download=True."
+                raise make_error(RuntimeError, what, argument="root")
             os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.hub.download_url_to_file(f"{_FOLDER}/{name}", path)
         self.data, self.targets = torch.load(path, weights_only=True)

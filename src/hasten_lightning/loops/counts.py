@@ -116,12 +116,8 @@ class LoopCounts(Counters):
 
     def __post_init__(self) -> None:
         if type(self.total) is not type(self.current):
-            raise make_error(
-                ValueError,
-                f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}):",
-                fix="use the same kind of counters for both.",
-                argument="total",
-            )
+            what = f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}):"
+            raise make_error(ValueError, what, fix="use the same kind of counters for both.", argument="total")
 
     @classmethod
     def from_defaults(cls, tracker_cls: type[ReadyCompleted], **kwargs: int) -> Self:

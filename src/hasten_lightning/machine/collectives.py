@@ -140,11 +140,8 @@ class Collective(ABC):
 
         """
         if self._group is not None:
-            raise make_error(
-                RuntimeError,
-                f"`{type(self).__name__}` already owns a group.",
-                fix="Call teardown() before create_group().",
-            )
+            what = f"`{type(self).__name__}` already owns a group."
+            raise make_error(RuntimeError, what, fix="Call teardown() before create_group().")
         self._group = self.new_group(**kwargs)
         return self
 

@@ -346,12 +346,8 @@ def require_fsdp_precision(precision: object) -> None:
     """Raise TypeError for a precision plugin with which Lightning's ``FSDPStrategy`` does not train."""
     if precision is not None and not isinstance(precision, FSDPPrecision):
         name = type(precision).__name__
-        raise make_error(
-            TypeError,
-            f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only.",
-            fix="Write precision='...'.",
-            argument="precision",
-        )
+        what = f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only."
+        raise make_error(TypeError, what, fix="Write precision='...'.", argument="precision")
 
 
 class FullyShardedMethods(Strategy):
@@ -491,11 +487,8 @@ class FabricShardedMethods(FullyShardedMethods, FabricFolderMethods):
 
         """
         if not _is_sharded(module):
-            raise make_error(
-                TypeError,
-                f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded.",
-                fix="Pass the module that setup returned.",
-            )
+            what = f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded."
+            raise make_error(TypeError, what, fix="Pass the module that setup returned.")
         return super().clip_gradients_norm(module, *args, **kwargs)
 
 

@@ -144,11 +144,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     power = float(norm_type)
     if not power > 0:
-        raise make_error(
-            ValueError,
-            f"grad_norm(norm_type={norm_type!r}): `norm_type` must be a positive number or 'inf'.",
-            argument="norm_type",
-        )
+        what = f"grad_norm(norm_type={norm_type!r}): `norm_type` must be a positive number or 'inf'."
+        raise make_error(ValueError, what, argument="norm_type")
     name = f"grad_{power}_norm"
     norms = {
         f"{name}{group_separator}{parameter}": whole(torch.linalg.vector_norm(p.grad.detach(), power))

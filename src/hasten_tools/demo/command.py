@@ -122,11 +122,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
     for name in {name for names in ONLY.values() for name in names}.difference(ONLY[options.task]):
         if getattr(options, name):
             tasks = [task for task, names in ONLY.items() if name in names]
-            raise make_error(
-                ValueError,
-                f"--{name.replace('_', '-')} is for {' and '.join(f'the {task} task' for task in tasks)}.",
-                fix=f"Add --task {' or --task '.join(tasks)}, or leave it out.",
-            )
+            what = f"--{name.replace('_', '-')} is for {' and '.join(f'the {task} task' for task in tasks)}."
+            raise make_error(ValueError, what, fix=f"Add --task {' or --task '.join(tasks)}, or leave it out.")
 
     import torch
 

@@ -65,11 +65,8 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
                 break
             except _CutShort as error:
                 if not tries_left:
-                    raise make_error(
-                        DemoError,
-                        f"The download of {remote.url} was cut {TRIES} times, last after {error}. What came is kept:",
-                        fix="run again to continue.",
-                    ) from error
+                    what = f"The download of {remote.url} was cut {TRIES} times, last after {error}. What came is kept:"
+                    raise make_error(DemoError, what, fix="run again to continue.") from error
         if (found := sha256_of(part)) != remote.sha256:
             part.unlink()
             raise make_error(
@@ -80,11 +77,8 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
             )
         part.replace(target)
     except urllib.error.HTTPError as error:
-        raise make_error(
-            DemoError,
-            f"{remote.url} answered {error.code} {error.reason}.",
-            fix="Fetch the archive another way and name it with --data.",
-        ) from error
+        what = f"{remote.url} answered {error.code} {error.reason}."
+        raise make_error(DemoError, what, fix="Fetch the archive another way and name it with --data.") from error
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ConnectionError) as error:
         raise make_error(
             DemoError,

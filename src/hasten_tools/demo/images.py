@@ -258,12 +258,8 @@ class Vit(ImageTask):
                 ValueError, f"side={side}:", fix=f"use a multiple of {PATCH}, such as 224.", argument="side"
             )
         if limit is not None and limit < 60:
-            raise make_error(
-                ValueError,
-                f"limit={limit}: too few images to split in three.",
-                fix="Use 60 or more, or leave it out.",
-                argument="limit",
-            )
+            what = f"limit={limit}: too few images to split in three."
+            raise make_error(ValueError, what, fix="Use 60 or more, or leave it out.", argument="limit")
         self.pretrained, self.side, self.width, self.depth = pretrained, side, width, depth
         self.tokens_per_image = (side // PATCH) ** 2
         if random_images:
@@ -326,11 +322,8 @@ def read_photographs(data: Path) -> tuple[Images, Images]:
         )
     for name, content in found.items():
         if not content or len(content) % RECORD_BYTES:
-            raise make_error(
-                DemoError,
-                f"--data {data}: {name} has {len(content):,} bytes, not a whole number of images.",
-                fix="Fetch the archive again.",
-            )
+            what = f"--data {data}: {name} has {len(content):,} bytes, not a whole number of images."
+            raise make_error(DemoError, what, fix="Fetch the archive again.")
         if max(content[::RECORD_BYTES]) >= CLASSES:
             raise DemoError(f"--data {data}: {name} has a label above 9, which CIFAR-10 does not have.")
     train, test = (b"".join(found[name] for name in part) for part in (TRAIN_FILES, TEST_FILES))

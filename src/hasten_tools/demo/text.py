@@ -438,12 +438,8 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tup
     """
     used = count if limit is None else min(limit, count)
     if used < 10:
-        raise make_error(
-            ValueError,
-            f"limit={limit}: {used} of {count} reviews are too few to split in three.",
-            fix="Use 10 or more.",
-            argument="limit",
-        )
+        what = f"limit={limit}: {used} of {count} reviews are too few to split in three."
+        raise make_error(ValueError, what, fix="Use 10 or more.", argument="limit")
     train, validation = round(used * TRAIN_SHARE), round(used * VALIDATION_SHARE)
     end = train + validation
     test = min(max(used - end, SMALLEST_TEST), count - end)

@@ -158,11 +158,8 @@ def _rate_names(run: Run) -> list[tuple[str, str | None]]:
 def _look_at_data(facts: Facts, run: Run, given: object, datamodule: object) -> None:
     facts.validates = not run.data.validation.is_off()
     if facts.validates and len(run.data.validation.load()) > 1:
-        raise make_error(
-            EjectError,
-            "there are several validation loaders, and the ejected loop reads one.",
-            fix="Join them in a Dataset.",
-        )
+        what = "there are several validation loaders, and the ejected loop reads one."
+        raise make_error(EjectError, what, fix="Join them in a Dataset.")
     if given is None:
         facts.data_from = "model" if datamodule is None else "datamodule"
         facts.datamodule = None if datamodule is None else type(datamodule)

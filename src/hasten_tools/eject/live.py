@@ -123,11 +123,8 @@ def _arguments_of_trainer(given: dict[str, Any], parts: _Definitions) -> tuple[l
         elif isinstance(value, (bool, int, float, str, type(None))):
             arguments.append(f"{name}={value!r}")
         elif name != "logger":
-            raise make_error(
-                EjectError,
-                f"Trainer({name}={value!r}) is an object, which a program cannot be written for.",
-                argument=name,
-            )
+            what = f"Trainer({name}={value!r}) is an object, which a program cannot be written for."
+            raise make_error(EjectError, what, argument=name)
     return arguments, callbacks
 
 
@@ -268,11 +265,8 @@ def _source(value: Any) -> str:
         found = [n for n in ast.walk(tree) if wanted(n) and n.lineno <= line <= (n.end_lineno or 0) + 1]  # type: ignore[attr-defined]
         found = found or [node for node in ast.walk(tree) if wanted(node)]
     if not found:
-        raise make_error(
-            EjectError,
-            f"the source of {value.__name__} cannot be read: it was not written in a file or a notebook.",
-            fix="Put it into a file and use `hasten eject`.",
-        )
+        what = f"the source of {value.__name__} cannot be read: it was not written in a file or a notebook."
+        raise make_error(EjectError, what, fix="Put it into a file and use `hasten eject`.")
     node = found[-1]
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
     return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))

@@ -33,11 +33,8 @@ def precision_of(arguments: dict[str, Any]) -> str:
     name = SHORT.get(name, name)
     if name not in PRECISIONS:
         known = ", ".join(PRECISIONS)
-        raise make_error(
-            EjectError,
-            f"precision={name!r} has no short equivalent. What can be ejected: {known}.",
-            argument="precision",
-        )
+        what = f"precision={name!r} has no short equivalent. What can be ejected: {known}."
+        raise make_error(EjectError, what, argument="precision")
     return name
 
 

@@ -73,11 +73,8 @@ def _check_before_fit(facts: Facts, use: Use, filled: dict[str, Any], name: str)
     why = f"the hook {min(hooks)}" if hooks else f"precision={filled['precision']!r}" if filled["weights"] else ""
     if why:
         verb = facts.verbs_before[0]
-        raise make_error(
-            EjectError,
-            f"{name}: it calls Trainer.{verb} before Trainer.fit, with {why}.",
-            fix="Move that call behind fit.",
-        )
+        what = f"{name}: it calls Trainer.{verb} before Trainer.fit, with {why}."
+        raise make_error(EjectError, what, fix="Move that call behind fit.")
 
 
 def with_one_branch(text: str, name: str, line: int) -> str:

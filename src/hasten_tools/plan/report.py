@@ -45,12 +45,8 @@ class Speeds:
 
     def __post_init__(self) -> None:
         if not (0 < self.within < math.inf and 0 < self.between < math.inf):
-            raise make_error(
-                ValueError,
-                f"bandwidth {self.within:g},{self.between:g}:",
-                fix="use positive numbers of GB/s.",
-                argument="bandwidth",
-            )
+            what = f"bandwidth {self.within:g},{self.between:g}:"
+            raise make_error(ValueError, what, fix="use positive numbers of GB/s.", argument="bandwidth")
         if not 0 < self.tflops < math.inf:
             raise make_error(
                 ValueError, f"tflops {self.tflops:g}:", fix="use a positive number of TFLOP/s.", argument="tflops"

@@ -293,11 +293,8 @@ class LineSearch:
                 return
             seconds = self._clock() - self._began
             more = 30.0 * math.ceil(4 * seconds / 30.0)
-            raise make_error(
-                AdviceError,
-                f"{_UNCHANGED}its first step had not ended after {seconds:.0f} s.",
-                fix=f"Use a budget of {more:.0f} or more",
-            ) from None
+            what = f"{_UNCHANGED}its first step had not ended after {seconds:.0f} s."
+            raise make_error(AdviceError, what, fix=f"Use a budget of {more:.0f} or more") from None
         except TrialError as error:
             if races.always or not may_split or not error.is_out_of_memory:
                 raise AdviceError(_UNCHANGED + error.with_log) from None

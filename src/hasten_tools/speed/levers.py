@@ -77,11 +77,8 @@ class Lever:
         object.__setattr__(self, "safety", Safety(safety))
         check.one_of("Lever", "redraws", self.redraws, ("step", "samples", ""))
         if not self.arguments and self.change is None:
-            raise make_error(
-                ValueError,
-                f"Lever({self.name!r}): it does nothing.",
-                fix="Pass Trainer arguments, or a function as change.",
-            )
+            what = f"Lever({self.name!r}): it does nothing."
+            raise make_error(ValueError, what, fix="Pass Trainer arguments, or a function as change.")
 
     @property
     def brings_data(self) -> bool:
@@ -123,12 +120,8 @@ class Lever:
             return self.change
         name = getattr(self.change, "__qualname__", "<>")
         if "<" in name:
-            raise make_error(
-                ValueError,
-                f"Lever({self.name!r}, change=...): other processes must find the function.",
-                fix="Define it at the top of a module.",
-                argument="change",
-            )
+            what = f"Lever({self.name!r}, change=...): other processes must find the function."
+            raise make_error(ValueError, what, fix="Define it at the top of a module.", argument="change")
         return f"{module_of(self.change)}:{name}"
 
 
@@ -444,12 +437,8 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
             by_argument = [lever for lever in by_name.values() if given in lever.arguments]
             if not by_argument:
                 hint = did_you_mean_value(given, by_name)
-                raise make_error(
-                    ValueError,
-                    f"levers={given!r}: this speed-up does not exist.",
-                    fix=f"{hint} Use {', '.join(by_name)}.",
-                    argument="levers",
-                )
+                what = f"levers={given!r}: this speed-up does not exist."
+                raise make_error(ValueError, what, fix=f"{hint} Use {', '.join(by_name)}.", argument="levers")
             chosen += [lever for lever in by_argument if lever not in chosen]
     names = [lever.name for lever in chosen]
     twice = [name for name in names if names.count(name) > 1]

@@ -229,19 +229,11 @@ class DatasetReader:
                 argument=self._named,
             )
         if not hasattr(dataset, "__len__") or getattr(dataset, "ndim", None) == 0:
-            raise make_error(
-                TypeError,
-                f"{start}, which has no length.",
-                fix="Give it a __len__, or leave it out.",
-                argument=self._named,
-            )
+            what = f"{start}, which has no length."
+            raise make_error(TypeError, what, fix="Give it a __len__, or leave it out.", argument=self._named)
         if type(dataset) is dict and any(index not in dataset for index in (0, len(dataset) - 1)):
-            raise make_error(
-                TypeError,
-                f"{start}, whose samples have no numbers from 0.",
-                fix="Use a list of its values, or leave it out.",
-                argument=self._named,
-            )
+            what = f"{start}, whose samples have no numbers from 0."
+            raise make_error(TypeError, what, fix="Use a list of its values, or leave it out.", argument=self._named)
         if callable(getattr(dataset, "set_epoch", None)) or has_state(dataset):
             method = "set_epoch" if hasattr(dataset, "set_epoch") else "state_dict"
             raise make_error(

@@ -85,11 +85,8 @@ class LayerSplit:
     def check_beside_stages(self) -> None:
         """Refuse what knows nothing of stages."""
         if self._plan is None:
-            raise MisconfigurationException(
-                f"{self._owner}(pipeline=..., {self._argument}=...): only a plan knows which layers a stage has.",
-                fix="Pass plan='auto' or plan={name: style}.",
-                argument="plan",
-            )
+            what = f"{self._owner}(pipeline=..., {self._argument}=...): only a plan knows which layers a stage has."
+            raise MisconfigurationException(what, fix="Pass plan='auto' or plan={name: style}.", argument="plan")
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> None:
         """Split the layers of ``module``, in place, over the mesh of all processes."""

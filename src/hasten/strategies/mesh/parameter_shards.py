@@ -264,12 +264,8 @@ def _checked_ignored(owner: str, modules: Any, parameters: Any) -> tuple[list[nn
         listed = list(values) if getattr(values, "ndim", 1) else [values]
         wrong = [value for value in listed if not isinstance(value, kind)]
         if wrong:
-            raise make_error(
-                TypeError,
-                f"{owner}({argument}=[{check.shown(wrong[0])}]):",
-                fix=f"use a list of {kind.__name__} objects.",
-                argument=argument,
-            )
+            what = f"{owner}({argument}=[{check.shown(wrong[0])}]):"
+            raise make_error(TypeError, what, fix=f"use a list of {kind.__name__} objects.", argument=argument)
         found.append(listed)
     return found[0], found[1]
 

@@ -345,12 +345,8 @@ def _begins(names: Sequence[str], split: Sequence[str] | None, count: int, owner
         return tuple(-(-stage * len(names) // count) for stage in range(count))
     begins = (0, *(names.index(name) for name in split))
     if list(begins) != sorted(set(begins)):
-        raise make_error(
-            ValueError,
-            f"{owner}(split={list(split)}): the first stage begins with {names[0]!r}, and others after it.",
-            fix="Name later blocks, in their order.",
-            argument="split",
-        )
+        what = f"{owner}(split={list(split)}): the first stage begins with {names[0]!r}, and others after it."
+        raise make_error(ValueError, what, fix="Name later blocks, in their order.", argument="split")
     return begins
 
 

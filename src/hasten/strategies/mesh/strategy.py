@@ -275,11 +275,8 @@ class MeshStrategy(ParallelStrategy):
         self._expert = check.whole(owner, "expert", expert, at_least=1)
         for argument, given in (("expert_parallel", expert_parallel), ("pipeline", pipeline > 1)):
             if self._expert > 1 and given:
-                raise MisconfigurationException(
-                    f"{owner}(expert={expert}, {argument}=...): {_NOT_BESIDE_EXPERTS[argument]}",
-                    fix=f"Leave {argument} out, or expert.",
-                    argument="expert",
-                )
+                what = f"{owner}(expert={expert}, {argument}=...): {_NOT_BESIDE_EXPERTS[argument]}"
+                raise MisconfigurationException(what, fix=f"Leave {argument} out, or expert.", argument="expert")
         check.one_of(owner, "state_dict_type", state_dict_type, ("full", "sharded"))
         self.layers = LayerSplit(
             owner,
@@ -323,11 +320,8 @@ class MeshStrategy(ParallelStrategy):
             return
         parts = {"split": split is not None, "micro_batches": micro_batches is not None, "schedule": schedule != "1F1B"}
         if without := [name for name, is_given in parts.items() if is_given]:
-            raise MisconfigurationException(
-                f"{owner}({without[0]}=...): it is for a pipeline.",
-                fix="Pass pipeline=2, or leave it out.",
-                argument=without[0],
-            )
+            what = f"{owner}({without[0]}=...): it is for a pipeline."
+            raise MisconfigurationException(what, fix="Pass pipeline=2, or leave it out.", argument=without[0])
 
     def _make_pipeline(self, schedule: str, split: Sequence[str] | None, micro_batches: int | None) -> None:
         """Make what computes steps in stages."""
@@ -441,11 +435,8 @@ class MeshStrategy(ParallelStrategy):
 
         """
         if self._mesh is None:
-            raise make_error(
-                RuntimeError,
-                f"{self._owner}.device_mesh: the processes have not started.",
-                fix="Use it in configure_model(), or after fabric.launch().",
-            )
+            what = f"{self._owner}.device_mesh: the processes have not started."
+            raise make_error(RuntimeError, what, fix="Use it in configure_model(), or after fabric.launch().")
         return self._mesh
 
     @property
@@ -519,12 +510,8 @@ class MeshStrategy(ParallelStrategy):
         """Check a number format in which split layers compute."""
         given = f"precision={precision.precision!r}, strategy={self.name!r}"
         if precision.scaler is not None:
-            raise make_error(
-                ValueError,
-                f"{given}: a gradient scaler sees the gradients of one process.",
-                fix="Use 'bf16-mixed'.",
-                argument="precision",
-            )
+            what = f"{given}: a gradient scaler sees the gradients of one process."
+            raise make_error(ValueError, what, fix="Use 'bf16-mixed'.", argument="precision")
         self._check_divisible(precision)
         if isinstance(precision, FSDPPrecision):
             raise self._not_divisible(precision, "Use 'bf16-mixed'.")
