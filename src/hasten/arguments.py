@@ -74,11 +74,9 @@ def _number(
 
 def _accumulation(owner: str, name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        raise WrongType(
-            f"{owner}({name}={value!r}): it is a whole number.",
-            fix=f"Write callbacks=[GradientAccumulationScheduler(scheduling={value!r})] for one that changes.",
-            argument=name,
-        )
+        what = f"{owner}({name}={value!r}): it is a whole number."
+        fix = f"Write callbacks=[GradientAccumulationScheduler(scheduling={value!r})] for one that changes."
+        raise WrongType(what, fix=fix, argument=name)
     return _number(at_least=1)(owner, name, value)
 
 
@@ -134,11 +132,9 @@ def _clip_value(owner: str, name: str, value: Any) -> float | None:
 
 def _uneven(owner: str, name: str, value: Any) -> Any:
     if isinstance(value, str) and value == "join":
-        raise MisconfigurationException(
-            f"{owner}({name}='join'): training on after a process has run out of batches is not supported.",
-            fix=f"Write {name}='stop', which ends the epoch when the first process runs out, or 'error'.",
-            argument=name,
-        )
+        what = f"{owner}({name}='join'): training on after a process has run out of batches is not supported."
+        fix = f"Write {name}='stop', which ends the epoch when the first process runs out, or 'error'."
+        raise MisconfigurationException(what, fix=fix, argument=name)
     return check.one_of(owner, name, value, ("stop", "error"))
 
 
@@ -425,11 +421,9 @@ def _check_speed_together(owner: str, arguments: SpeedArguments) -> None:
             argument="resident",
         )
     if arguments.memory == "offload" and arguments.compile is not None:
-        raise MisconfigurationException(
-            f"{owner}(memory='offload', compile=...): a compiled block decides itself what it keeps for backward.",
-            fix="Leave one of them out, or use memory='selective'.",
-            argument="memory",
-        )
+        what = f"{owner}(memory='offload', compile=...): a compiled block decides itself what it keeps for backward."
+        fix = "Leave one of them out, or use memory='selective'."
+        raise MisconfigurationException(what, fix=fix, argument="memory")
     for name, value in (("micro_batch", micro_batch), ("memory", arguments.memory)):
         if batch_size == "auto" and value is not None and value not in ("selective", "full", "offload"):
             raise MisconfigurationException(
@@ -446,11 +440,9 @@ def _check_speed_together(owner: str, arguments: SpeedArguments) -> None:
             argument="batch_size",
         )
     if isinstance(batch_size, int) and isinstance(micro_batch, int) and micro_batch > batch_size:
-        raise MisconfigurationException(
-            f"{owner}(batch_size={batch_size}, micro_batch={micro_batch}): a micro-batch is a part of a batch.",
-            fix=f"Use micro_batch={batch_size} or less, or batch_size={micro_batch}.",
-            argument="batch_size",
-        )
+        what = f"{owner}(batch_size={batch_size}, micro_batch={micro_batch}): a micro-batch is a part of a batch."
+        fix = f"Use micro_batch={batch_size} or less, or batch_size={micro_batch}."
+        raise MisconfigurationException(what, fix=fix, argument="batch_size")
 
 
 def check_arguments(given: Mapping[str, Any]) -> Arguments:

@@ -480,11 +480,9 @@ def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: 
     kind, own = _kind_for_strategy(strategy), accelerator.strategies
     if own and is_builtin(type(strategy)) and (kind is None or kind.device_type() != device):
         name = accelerator.name()
-        raise MisconfigurationException(
-            f"{given}, accelerator={name!r}):",
-            fix=f"on {name.upper()}s use one of 'auto', {_listed(own)}.",
-            argument="strategy",
-        )
+        what = f"{given}, accelerator={name!r}):"
+        fix = f"on {name.upper()}s use one of 'auto', {_listed(own)}."
+        raise MisconfigurationException(what, fix=fix, argument="strategy")
     if kind is not None and kind.device_type() != device:
         name = kind.name()
         what = f"{given}, accelerator={device!r}): it trains on {name.upper()}s."

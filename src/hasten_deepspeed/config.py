@@ -41,24 +41,18 @@ def read_config(config: object) -> dict[str, Any] | None:
         path = os.fspath(config)
         given = f"DeepSpeedStrategy(config={path!r})"
         if not os.path.isfile(path):
-            raise make_error(
-                FileNotFoundError,
-                f"{given}: there is no such file.",
-                fix="Write the path of a JSON file, or a dict.",
-                argument="config",
-            )
+            what = f"{given}: there is no such file."
+            fix = "Write the path of a JSON file, or a dict."
+            raise make_error(FileNotFoundError, what, fix=fix, argument="config")
         with open(path, encoding="utf-8") as file:
             try:
                 config = json.load(file)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{given}: the file is not JSON: {error}.") from None
     if not isinstance(config, Mapping):
-        raise make_error(
-            TypeError,
-            f"{given}:",
-            fix=f"use a dict or the path of a JSON file, not {type(config).__name__}.",
-            argument="config",
-        )
+        what = f"{given}:"
+        fix = f"use a dict or the path of a JSON file, not {type(config).__name__}."
+        raise make_error(TypeError, what, fix=fix, argument="config")
     own: dict[str, Any] = copy.deepcopy(dict(config))
     for name, why in _OTHER_LOOPS.items():
         section = own.get(name)
@@ -191,12 +185,9 @@ class EngineSettings:
     def check(self) -> None:
         """Raise ValueError for values that are still "auto", which other libraries fill in."""
         if (place := next(_autos(self.config), None)) is not None:
-            raise make_error(
-                ValueError,
-                f"DeepSpeedStrategy(config=...): {place} is 'auto', and hasten has no value for it.",
-                fix="Write the value, or leave it out for DeepSpeed's default.",
-                argument="config",
-            )
+            what = f"DeepSpeedStrategy(config=...): {place} is 'auto', and hasten has no value for it."
+            fix = "Write the value, or leave it out for DeepSpeed's default."
+            raise make_error(ValueError, what, fix=fix, argument="config")
 
 
 def _autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -321,11 +321,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         deepspeed.utils.logger.setLevel(self._logging_level)
         kind, wanted = get_accelerator().device_name(), self.root_device.type
         if kind != wanted:
-            raise make_error(
-                RuntimeError,
-                f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}.",
-                fix=f"Start the program with DS_ACCELERATOR={wanted}: DeepSpeed reads it when it is first imported.",
-            )
+            what = f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}."
+            fix = f"Start the program with DS_ACCELERATOR={wanted}: DeepSpeed reads it when it is first imported."
+            raise make_error(RuntimeError, what, fix=fix)
         if self._undo is None:
             # Read in forwards of stage 3, too.
             self._undo = ExitStack()
@@ -592,17 +590,13 @@ class ZeroEngine(StepEngine):
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
         """Make the engine of a module and its optimizer; return its optimizers and schedulers."""
         if len(optimizers) > 1:
-            raise MisconfigurationException(
-                f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}.",
-                fix="Put the parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'.",
-                argument="strategy",
-            )
+            what = f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}."
+            fix = "Put the parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'."
+            raise MisconfigurationException(what, fix=fix, argument="strategy")
         if self.strategy._engine is not None:
-            raise MisconfigurationException(
-                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer;",
-                fix="put modules that train together into one nn.Module.",
-                argument="strategy",
-            )
+            what = "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer;"
+            fix = "put modules that train together into one nn.Module."
+            raise MisconfigurationException(what, fix=fix, argument="strategy")
         for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):
             if here and what in self.strategy.config:
                 kind = type(here[0].scheduler if what == "scheduler" else here[0]).__name__

@@ -121,12 +121,9 @@ class XLAAccelerator(Accelerator):
         if number is None:
             parts: Any = devices.split(",") if isinstance(devices, str) else devices
             if not isinstance(parts, (list, tuple)):
-                raise make_error(
-                    TypeError,
-                    f"devices={devices!r}, accelerator='tpu':",
-                    fix=f"use a number, [index] or 'auto', not {type(devices).__name__}.",
-                    argument="devices",
-                )
+                what = f"devices={devices!r}, accelerator='tpu':"
+                fix = f"use a number, [index] or 'auto', not {type(devices).__name__}."
+                raise make_error(TypeError, what, fix=fix, argument="devices")
             indices = [whole_number(part) for part in parts]
             if len(indices) != 1 or indices[0] is None or not 0 <= indices[0] < max(present, 1):
                 what = f"devices={devices!r}, accelerator='tpu': a list names one device, from [0] to [{present - 1}]."
@@ -210,11 +207,9 @@ class XLAAccelerator(Accelerator):
 
         """
         if name == "16-mixed":
-            raise MisconfigurationException(
-                "precision='16-mixed', accelerator='tpu': TPUs compute in bfloat16, which needs no gradient scaler.",
-                fix="Use precision='bf16-mixed' or 'bf16-true'.",
-                argument="precision",
-            )
+            what = "precision='16-mixed', accelerator='tpu': TPUs compute in bfloat16, which needs no gradient scaler."
+            fix = "Use precision='bf16-mixed' or 'bf16-true'."
+            raise MisconfigurationException(what, fix=fix, argument="precision")
         return XLAPrecision(name) if is_half(name) else None
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:

@@ -182,12 +182,9 @@ class XLAStrategy(ParallelStrategy):
                 if runtime_kind() == "CPU"
                 else "a TPU of this version has several for each chip"
             )
-            raise make_error(
-                RuntimeError,
-                f"strategy='xla': this process has {count} XLA devices instead of one: {reason}.",
-                fix="Use strategy='xla_fsdp', which trains on all of them in one process.",
-                argument="strategy",
-            )
+            what = f"strategy='xla': this process has {count} XLA devices instead of one: {reason}."
+            fix = "Use strategy='xla_fsdp', which trains on all of them in one process."
+            raise make_error(RuntimeError, what, fix=fix, argument="strategy")
         self._joined = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -391,11 +388,9 @@ class XLAFSDPStrategy(OneProcess):
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
         if num_nodes > 1:
-            raise MisconfigurationException(
-                f"strategy='xla_fsdp', num_nodes={num_nodes}: it shards over the devices of one machine.",
-                fix="Use num_nodes=1, or strategy='xla' over several.",
-                argument="strategy",
-            )
+            what = f"strategy='xla_fsdp', num_nodes={num_nodes}: it shards over the devices of one machine."
+            fix = "Use num_nodes=1, or strategy='xla' over several."
+            raise MisconfigurationException(what, fix=fix, argument="strategy")
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
 
     @property
@@ -557,10 +552,7 @@ def _classes(policy: object) -> tuple[type[nn.Module], ...]:
     given: Any = () if policy is None else (policy,) if isinstance(policy, type) else policy
     is_listed = isinstance(given, Collection) and not isinstance(given, (str, bytes))
     if not is_listed or not all(isinstance(k, type) and issubclass(k, nn.Module) for k in given):
-        raise make_error(
-            TypeError,
-            f"XLAFSDPStrategy(activation_checkpointing_policy={check.shown(policy)}):",
-            fix="use a set of module classes, such as {torch.nn.TransformerEncoderLayer}.",
-            argument="activation_checkpointing_policy",
-        )
+        what = f"XLAFSDPStrategy(activation_checkpointing_policy={check.shown(policy)}):"
+        fix = "use a set of module classes, such as {torch.nn.TransformerEncoderLayer}."
+        raise make_error(TypeError, what, fix=fix, argument="activation_checkpointing_policy")
     return tuple(given)

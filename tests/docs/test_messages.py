@@ -18,6 +18,18 @@ def text_of(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
+def said_in_turn(statements: list[ast.stmt]) -> list[str]:
+    """Return what is assigned to ``what``, joined with the fix in one of the next two statements."""
+    found = []
+    for index, one in enumerate(statements):
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "what" and (what := text_of(one.value)):
+            for node in (node for after in statements[index + 1 : index + 3] for node in ast.walk(after)):
+                is_fix = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fix"
+                if (is_fix or (isinstance(node, ast.keyword) and node.arg == "fix")) and (fix := text_of(node.value)):
+                    found.append(f"{what} {fix}")
+    return found
+
+
 def messages() -> str:
     """Return all texts of the package, one on a line, with ``{}`` for what is filled in and without backticks.
 
@@ -34,6 +46,9 @@ def messages() -> str:
                     *(text_of(each.value) for each in node.keywords if each.arg == "fix"),
                 ]
                 texts.append(" ".join(part for part in parts if part is not None))
+            for statements in (getattr(node, name, None) for name in ("body", "orelse")):
+                if isinstance(statements, list):
+                    texts += said_in_turn(statements)
     return "\n".join(texts).replace("`", "")
 
 

@@ -234,13 +234,9 @@ class PackCollator:
         for key in ("label", "labels"):
             if is_auto and key in batch and batch[key].shape[:2] != ids.shape:
                 # A classifier may be of either kind, and the wrong mask would only show in worse results.
-                raise make_error(
-                    ValueError,
-                    f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens.",
-                    fix=(
-                        "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
-                    ),
-                )
+                what = f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens."
+                fix = "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
+                raise make_error(ValueError, what, fix=fix)
         batch[MASK_KEY] = document_mask(ids, causal=is_auto or self.mask == "causal")
         return batch
 

@@ -175,12 +175,9 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     dataset: Any = loader.dataset
     shown_data = f"{name} ({type(dataset).__name__})"
     if type(loader.batch_sampler) is not BatchSampler:
-        raise make_error(
-            TypeError,
-            f"batching: {name} has its own batch_sampler, a {type(loader.batch_sampler).__name__}.",
-            fix="Give DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out.",
-            argument="batching",
-        )
+        what = f"batching: {name} has its own batch_sampler, a {type(loader.batch_sampler).__name__}."
+        fix = "Give DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out."
+        raise make_error(TypeError, what, fix=fix, argument="batching")
     try:
         found = sample_lengths(dataset, batching.key, name=name)
     except LengthsNotFoundError as error:
@@ -195,21 +192,15 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
         ) from error
     lengths = found.lengths
     if batching.max_tokens is not None and not found.in_tokens:
-        raise make_error(
-            ValueError,
-            f"batching: {shown_data} gives text, whose tokens are not known yet.",
-            fix="Use batching='length', which sorts by characters, or tokenize in the dataset.",
-            argument="batching",
-        )
+        what = f"batching: {shown_data} gives text, whose tokens are not known yet."
+        fix = "Use batching='length', which sorts by characters, or tokenize in the dataset."
+        raise make_error(ValueError, what, fix=fix, argument="batching")
     if not len(lengths):
         return loader  # An empty dataset is reported later.
     if int(lengths.min()) == int(lengths.max()):
-        raise make_error(
-            ValueError,
-            f"batching: every sample of {shown_data} has the length {int(lengths[0])}, so there is nothing to gain.",
-            fix="Leave batching out, or name the field with the length: batching=hasten.data.LengthBatching(key=...).",
-            argument="batching",
-        )
+        what = f"batching: every sample of {shown_data} has the length {int(lengths[0])}, so there is nothing to gain."
+        fix = "Leave batching out, or name the field with the length: batching=hasten.data.LengthBatching(key=...)."
+        raise make_error(ValueError, what, fix=fix, argument="batching")
     multiple_of = batching.multiple_of
     if multiple_of is None:
         multiple_of = _widths(batching, lengths, few_shapes)
@@ -333,12 +324,9 @@ def _reordered(
         by_length = LengthBatchSampler(lengths, batches.batch_size, not in_order, **options)
         return with_attributes(loader, batch_sampler=by_length)
     if not plain:
-        raise make_error(
-            ValueError,
-            f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample once.",
-            fix="Use batching='length', which keeps the sampler, or shuffle=True instead of it.",
-            argument="batching",
-        )
+        what = f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample once."
+        fix = "Use batching='length', which keeps the sampler, or shuffle=True instead of it."
+        raise make_error(ValueError, what, fix=fix, argument="batching")
     longest = int(lengths.max())
     if longest > most:
         what = f"batching='tokens:{most}': sample {int(lengths.argmax())} of {name} has {longest} tokens."

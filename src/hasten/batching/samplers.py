@@ -519,12 +519,9 @@ def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         length = lengths[place]
         if length > max_length:
-            raise make_error(
-                ValueError,
-                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens.",
-                fix=f"Use max_length={length} or more, or truncate.",
-                argument="max_length",
-            )
+            what = f"rows_of(max_length={max_length}): sequence {place} has {length} tokens."
+            fix = f"Use max_length={length} or more, or truncate."
+            raise make_error(ValueError, what, fix=fix, argument="max_length")
         found = bisect_left(room, (length, -1))
         if found < len(room):
             left, row = room.pop(found)

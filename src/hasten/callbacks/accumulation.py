@@ -44,12 +44,9 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: dict[int, int]) -> None:
         super().__init__()
         if not isinstance(scheduling, dict) or not scheduling:
-            raise make_error(
-                TypeError,
-                f"GradientAccumulationScheduler(scheduling={check.shown(scheduling)}):",
-                fix="give a dict of epoch to number of batches, for instance {0: 8, 4: 2}.",
-                argument="scheduling",
-            )
+            what = f"GradientAccumulationScheduler(scheduling={check.shown(scheduling)}):"
+            fix = "give a dict of epoch to number of batches, for instance {0: 8, 4: 2}."
+            raise make_error(TypeError, what, fix=fix, argument="scheduling")
         owner, error = "GradientAccumulationScheduler", MisconfigurationException
         for epoch, batches in scheduling.items():
             check.whole(owner, "scheduling: epoch", epoch, at_least=0, error=error)

@@ -1050,11 +1050,9 @@ def _retention(latest: int | None, time_kept: Any, save_top_k: int) -> tuple[int
             raise check.wrong(owner, "keep_for", given, "a time of more than zero", error=error)
     if save_top_k != -1 and (latest is not None or time_kept is not None):
         name = "keep_for" if latest is None else "keep_latest_k"
-        raise MisconfigurationException(
-            f"ModelCheckpoint({name}=..., save_top_k={save_top_k}): save_top_k already removes files.",
-            fix="Write save_top_k=-1; to keep the best ones as well, use a second ModelCheckpoint.",
-            argument=name,
-        )
+        what = f"ModelCheckpoint({name}=..., save_top_k={save_top_k}): save_top_k already removes files."
+        fix = "Write save_top_k=-1; to keep the best ones as well, use a second ModelCheckpoint."
+        raise MisconfigurationException(what, fix=fix, argument=name)
     return latest, time_kept
 
 

@@ -294,11 +294,9 @@ class MonitorNotLogged(MisconfigurationException, RuntimeError):
 def check_monitor(owner: str, monitor: str) -> str:
     """Return ``monitor`` if it is a name."""
     if not isinstance(monitor, str) or not monitor:
-        raise MisconfigurationException(
-            f"{owner}(monitor={monitor!r}):",
-            fix="use the name of a logged value, for instance monitor='val_loss'.",
-            argument="monitor",
-        )
+        what = f"{owner}(monitor={monitor!r}):"
+        fix = "use the name of a logged value, for instance monitor='val_loss'."
+        raise MisconfigurationException(what, fix=fix, argument="monitor")
     return monitor
 
 

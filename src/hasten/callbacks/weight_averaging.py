@@ -88,12 +88,9 @@ class WeightAveraging(Callback):
         check.declared(WeightAveraging.__init__, locals())
         owner, error, known = type(self).__name__, MisconfigurationException, ["avg_fn", "multi_avg_fn"]
         for name in kwargs.keys() - known:
-            raise make_error(
-                TypeError,
-                f"{owner}({name}=...): unknown argument.",
-                fix=f"{did_you_mean(name, known)} Besides device and use_buffers, it takes {known}.",
-                argument=name,
-            )
+            what = f"{owner}({name}=...): unknown argument."
+            fix = f"{did_you_mean(name, known)} Besides device and use_buffers, it takes {known}."
+            raise make_error(TypeError, what, fix=fix, argument=name)
         allowed = "a function of (averaged, current, num_averaged)"
         self._avg_fn, self._multi_avg_fn = (
             check.callable_(owner, name, kwargs.get(name), allowed=allowed, allow_none=True, error=error)

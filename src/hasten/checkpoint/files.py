@@ -157,12 +157,9 @@ def save_folder(
 
 def _refuse_options(path: str | os.PathLike[str], storage_options: StorageOptions) -> None:
     if storage_options:
-        raise make_error(
-            TypeError,
-            f"storage_options={storage_options!r}: {os.fspath(path)} is a local path, which has no options.",
-            fix="Leave storage_options out, or write a CheckpointIO of your own that uses them.",
-            argument="storage_options",
-        )
+        what = f"storage_options={storage_options!r}: {os.fspath(path)} is a local path, which has no options."
+        fix = "Leave storage_options out, or write a CheckpointIO of your own that uses them."
+        raise make_error(TypeError, what, fix=fix, argument="storage_options")
 
 
 def folder_target(path: str | os.PathLike[str], storage_options: StorageOptions) -> tuple[Any, Any]:
@@ -278,12 +275,9 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
             return _read_by_name(file, path, map_location, error)
         except Exception as error:
             if "restore data location" in str(error):
-                raise make_error(
-                    ValueError,
-                    f"{path}: map_location={map_location!r} is not a device that torch knows: {first_line(error)}.",
-                    fix="Use map_location='cpu' or 'cuda'.",
-                    argument="map_location",
-                ) from error
+                what = f"{path}: map_location={map_location!r} is not a device that torch knows: {first_line(error)}."
+                fix = "Use map_location='cpu' or 'cuda'."
+                raise make_error(ValueError, what, fix=fix, argument="map_location") from error
             if (
                 weights_only is False
                 or isinstance(error, torch.OutOfMemoryError)
@@ -642,11 +636,9 @@ def _check_other(value: Any, place: str) -> None:
     """Raise if a value that is not a number, string, tensor, dict or list cannot be read back."""
     kind = type(value)
     if is_sharded(value):
-        raise make_error(
-            TypeError,
-            f"{place} is a DTensor, of which this process has a part: the file would hold only that part.",
-            fix="Save its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint.",
-        )
+        what = f"{place} is a DTensor, of which this process has a part: the file would hold only that part."
+        fix = "Save its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
+        raise make_error(TypeError, what, fix=fix)
     if not _can_be_loaded(value):
         advice = "Store numbers, strings, tensors and dicts or lists of them instead"
         if hasattr(value, "as_posix"):
@@ -702,11 +694,9 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise FileNotFoundError(errno.ENOENT, not_found(local).rstrip("."), str(local)) from None
     except IsADirectoryError:
         if not str(path):
-            raise make_error(
-                FileNotFoundError,
-                "The path of the checkpoint is empty:",
-                fix="a ModelCheckpoint's best_model_path is, until it has saved one.",
-            ) from None
+            what = "The path of the checkpoint is empty:"
+            fix = "a ModelCheckpoint's best_model_path is, until it has saved one."
+            raise make_error(FileNotFoundError, what, fix=fix) from None
         raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.", fix=_newest_in(local)) from None
     with file:
         yield file

@@ -207,12 +207,9 @@ class _Uploads(Copies):
         path = os.path.abspath(local(path))
         other = self._paths.setdefault(name, path)
         if other != path:
-            raise make_error(
-                ValueError,
-                f"UploadedCheckpointIO(url={self._url!r}): {other} and {path} would have the same copy, {name}.",
-                fix="Give one of the ModelCheckpoints a folder or a filename= of another name.",
-                argument="url",
-            )
+            what = f"UploadedCheckpointIO(url={self._url!r}): {other} and {path} would have the same copy, {name}."
+            fix = "Give one of the ModelCheckpoints a folder or a filename= of another name."
+            raise make_error(ValueError, what, fix=fix, argument="url")
 
     def add(self, path: str) -> None:
         """Upload a checkpoint that is complete."""

@@ -244,11 +244,9 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
         if isinstance(kind, type) and issubclass(kind, bases):
             return kind
     wanted = " or ".join(base.__name__ for base in bases) or "no class: it is not annotated with one"
-    raise make_error(
-        ValueError,
-        f"{source} names {class_path} for the argument {key!r}, which may hold {wanted}.",
-        fix="Annotate the argument with the class it takes, or pass the object yourself.",
-    )
+    what = f"{source} names {class_path} for the argument {key!r}, which may hold {wanted}."
+    fix = "Annotate the argument with the class it takes, or pass the object yourself."
+    raise make_error(ValueError, what, fix=fix)
 
 
 def classes_in(hint: object) -> list[type]:

@@ -64,12 +64,9 @@ class SaveConfigCallback(Callback):
         self.save_to_log_dir = save_to_log_dir
         self.already_saved = False
         if not save_to_log_dir and not overrides(self, SaveConfigCallback, "save_config"):
-            raise make_error(
-                ValueError,
-                f"{type(self).__name__}(save_to_log_dir=False): nothing would be saved.",
-                fix="Write save_config() in a subclass, or set LightningCLI(save_config_callback=None).",
-                argument="save_to_log_dir",
-            )
+            what = f"{type(self).__name__}(save_to_log_dir=False): nothing would be saved."
+            fix = "Write save_config() in a subclass, or set LightningCLI(save_config_callback=None)."
+            raise make_error(ValueError, what, fix=fix, argument="save_to_log_dir")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save the config, once, before the first stage that runs."""

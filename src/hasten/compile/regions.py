@@ -187,11 +187,9 @@ class Compiled(ABC):
         for reason in self._counters.new_recompiles():
             if not reason.endswith(FROZEN):
                 self._recompile = reason
-                warn_once(
-                    f"recompile {self.name}",
-                    f"compile: a graph was made again. {reason}",
-                    fix=f"{remedy_of(reason)} All causes: trainer.compile_report.recompiles",
-                )
+                what = f"compile: a graph was made again. {reason}"
+                fix = f"{remedy_of(reason)} All causes: trainer.compile_report.recompiles"
+                warn_once(f"recompile {self.name}", what, fix=fix)
 
     def _leave_to_python(self, reason: str) -> None:
         self._stays_python = True
@@ -233,11 +231,9 @@ class Region(Compiled):
         return output
 
     def _failed(self, reason: str) -> None:
-        warn_once(
-            f"compile {self.name} {reason}",
-            f"compile: {self.name} could not be compiled and stays Python. {reason}",
-            fix="Change that part, or leave it out of the graph with @torch.compiler.disable.",
-        )
+        what = f"compile: {self.name} could not be compiled and stays Python. {reason}"
+        fix = "Change that part, or leave it out of the graph with @torch.compiler.disable."
+        warn_once(f"compile {self.name} {reason}", what, fix=fix)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -215,12 +215,9 @@ def _check_compiler(owner: str) -> None:
     except Exception:  # torch raises several kinds, one of them its own.
         found = False
     if not found:
-        raise make_error(
-            ValueError,
-            f"{owner}(compile=...): no C++ compiler is on PATH, and torch.compile needs one on the CPU.",
-            fix="Install one (apt install g++), name it in the environment variable CXX, or leave compile out.",
-            argument="compile",
-        )
+        what = f"{owner}(compile=...): no C++ compiler is on PATH, and torch.compile needs one on the CPU."
+        fix = "Install one (apt install g++), name it in the environment variable CXX, or leave compile out."
+        raise make_error(ValueError, what, fix=fix, argument="compile")
 
 
 # -- models that the user passed through torch.compile

@@ -163,12 +163,9 @@ def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict
     """Return the seconds of an epoch for each number of workers worth a look, and what went wrong."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # Processes cannot be started here. Going on without would train in the worker of another process.
-        raise make_error(
-            RuntimeError,
-            "num_workers='auto': a worker process that is spawned runs the program again.",
-            fix='Put what the program does under `if __name__ == "__main__":`.',
-            argument="num_workers",
-        )
+        what = "num_workers='auto': a worker process that is spawned runs the program again."
+        fix = 'Put what the program does under `if __name__ == "__main__":`.'
+        raise make_error(RuntimeError, what, fix=fix, argument="num_workers")
     costs: dict[int, float] = {}
     with isolate_rng(include_cuda=False):
         if loader.batch_sampler is None:

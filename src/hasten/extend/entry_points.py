@@ -90,9 +90,7 @@ def load(group: str, name: str, *, purpose: str) -> Any:
     """
     entries = found(group)
     if name not in entries:
-        raise make_error(
-            ModuleNotFoundError,
-            f"{purpose} needs the entry point {name!r} of the group {group!r}, which no installed package has.",
-            fix=f"{did_you_mean(name, entries)} hasten's own come with its installation. Run: {install_line('')}",
-        )
+        what = f"{purpose} needs the entry point {name!r} of the group {group!r}, which no installed package has."
+        fix = f"{did_you_mean(name, entries)} hasten's own come with its installation. Run: {install_line('')}"
+        raise make_error(ModuleNotFoundError, what, fix=fix)
     return entries[name].load()

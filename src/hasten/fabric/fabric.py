@@ -562,12 +562,9 @@ class Fabric(RuntimeView):
 
         """
         if (clip_val is None) == (max_norm is None):
-            raise make_error(
-                ValueError,
-                f"Fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}):",
-                fix="give one of the two: clip_val limits each element, max_norm the norm of all.",
-                argument="clip_val",
-            )
+            what = f"Fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}):"
+            fix = "give one of the two: clip_val limits each element, max_norm the norm of all."
+            raise make_error(ValueError, what, fix=fix, argument="clip_val")
         given: object = optimizer
         if isinstance(given, nn.Module):
             what = "Fabric.clip_gradients(): the module comes first, then its optimizer."
@@ -891,12 +888,9 @@ def _check_state(state: object, filter: Any) -> None:
     check.instance("Fabric.save", "filter", filter, dict, "a dict of names and functions", allow_none=True)
     for name, function in (filter or {}).items():
         if name not in state:
-            raise make_error(
-                ValueError,
-                f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}.",
-                fix=f"{did_you_mean(name, state)} It has: {', '.join(map(repr, state))}.",
-                argument="filter",
-            )
+            what = f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}."
+            fix = f"{did_you_mean(name, state)} It has: {', '.join(map(repr, state))}."
+            raise make_error(ValueError, what, fix=fix, argument="filter")
         check.callable_("Fabric.save", f"filter[{name!r}]", function, allowed="a function of (key, value)")
 
 

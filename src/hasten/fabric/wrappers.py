@@ -460,11 +460,9 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
     outside = [p for p in parameters if id(p) not in known and isinstance(p, nn.Parameter)]
     wrong = f"Fabric.{method}(): {len(outside)} of the {len(parameters)} parameters of {kind} "
     if method == "setup" and outside and known.isdisjoint(map(id, parameters)):
-        raise make_error(
-            ValueError,
-            f"{wrong}do not belong to the module given with it ({type(modules[-1]).__name__}).",
-            fix=f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers.",
-        )
+        what = f"{wrong}do not belong to the module given with it ({type(modules[-1]).__name__})."
+        fix = f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers."
+        raise make_error(ValueError, what, fix=fix)
     # In setup, another module of the same optimizer may follow; setup_optimizers comes after all of them.
     if method == "setup_optimizers" and outside:
         engine.refuse_outside(

@@ -122,11 +122,9 @@ class CometLogger(UploadingLogger):
         except TypeError:
             raise
         except Exception as error:  # Comet has many, some of them ValueError
-            raise make_error(
-                RuntimeError,
-                f"CometLogger: Comet did not start an experiment: {error}.",
-                fix="Log in with `comet login` or pass api_key=, or write an archive with CometLogger(online=False).",
-            ) from error
+            what = f"CometLogger: Comet did not start an experiment: {error}."
+            fix = "Log in with `comet login` or pass api_key=, or write an archive with CometLogger(online=False)."
+            raise make_error(RuntimeError, what, fix=fix) from error
         if experiment is None:
             raise comet.exceptions.ExperimentNotFound(f"CometLogger: Comet has no experiment {self._experiment_key}.")
         self._experiment_key = experiment.get_key()

@@ -131,12 +131,9 @@ class MLFlowLogger(UploadingLogger):
                 self._mark_running(client)
         except Exception as error:
             asked = "" if self._run_id is None else f", run_id={self._run_id!r}"
-            raise make_error(
-                RuntimeError,
-                f"MLFlowLogger(tracking_uri={self._tracking_uri!r}{asked}): MLflow cannot use this store: {error}.",
-                fix='Check the server and the run, or use a local database: tracking_uri="sqlite:///mlflow.db".',
-                argument="tracking_uri",
-            ) from error
+            what = f"MLFlowLogger(tracking_uri={self._tracking_uri!r}{asked}): MLflow cannot use this store: {error}."
+            fix = 'Check the server and the run, or use a local database: tracking_uri="sqlite:///mlflow.db".'
+            raise make_error(RuntimeError, what, fix=fix, argument="tracking_uri") from error
         self._is_running = True
         return client
 

@@ -153,11 +153,9 @@ class WandbLogger(UploadingLogger):
         try:
             run = wandb.init(**self._wandb_init)
         except wandb.Error as error:
-            raise make_error(
-                RuntimeError,
-                f"WandbLogger: W&B did not start a run: {error}.",
-                fix="Log in with `wandb login`, or write files only with WandbLogger(offline=True).",
-            ) from error
+            what = f"WandbLogger: W&B did not start a run: {error}."
+            fix = "Log in with `wandb login`, or write files only with WandbLogger(offline=True)."
+            raise make_error(RuntimeError, what, fix=fix) from error
         if not hasattr(run, "define_metric"):
             return run  # of an old version of W&B
         if self._wandb_init.get("sync_tensorboard"):

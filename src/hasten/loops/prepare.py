@@ -528,11 +528,9 @@ def change_module(run: Run) -> None:
             what = f"Trainer(dropout='fast'): on {kind} dropout is one kernel already."
             raise MisconfigurationException(what, fix="Leave it out.", argument="dropout")
         if not run.undo.enter_context(fast_dropout(module)) and not speed.packed:
-            raise MisconfigurationException(
-                f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer.",
-                fix="Leave it out; dropout within attention is made cheap by packed=True.",
-                argument="dropout",
-            )
+            what = f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer."
+            fix = "Leave it out; dropout within attention is made cheap by packed=True."
+            raise MisconfigurationException(what, fix=fix, argument="dropout")
     micro_batches.prepare_module(run)
 
 

@@ -482,11 +482,9 @@ class StageData:
             )
         batches = int(length * limit)
         if batches == 0 and length > 0:
-            raise MisconfigurationException(
-                f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one.",
-                fix=f"Use at least {argument}={1 / length:.4g}, or a number of batches.",
-                argument=argument,
-            )
+            what = f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one."
+            fix = f"Use at least {argument}={1 / length:.4g}, or a number of batches."
+            raise MisconfigurationException(what, fix=fix, argument=argument)
         return batches
 
 

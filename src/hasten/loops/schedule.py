@@ -64,11 +64,9 @@ class ValidationSchedule:
             return
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
-                raise MisconfigurationException(
-                    f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches.",
-                    fix=f"Use at most {int(length)}, or check_val_every_n_epoch=None to count batches over epochs.",
-                    argument="val_check_interval",
-                )
+                what = f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches."
+                fix = f"Use at most {int(length)}, or check_val_every_n_epoch=None to count batches over epochs."
+                raise MisconfigurationException(what, fix=fix, argument="val_check_interval")
         elif math.isinf(length) and interval != 1.0:
             raise MisconfigurationException(
                 f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a length.",

@@ -44,20 +44,12 @@ def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
         return
     if name != "keep":
         if (found := file_of(name)) is None:
-            raise make_error(
-                ValueError,
-                f"{owner}(allocator={name!r}): there is no {LIBRARIES[name]} on this machine.",
-                fix=(
-                    f"Use allocator='keep', which needs nothing, or install it (Debian: apt install {_PACKAGES[name]})."
-                ),
-                argument="allocator",
-            )
-        raise make_error(
-            ValueError,
-            f"{owner}(allocator={name!r}): an allocator is chosen before the program starts.",
-            fix=f"Start it with LD_PRELOAD={found} python ..., or use allocator='keep'.",
-            argument="allocator",
-        )
+            what = f"{owner}(allocator={name!r}): there is no {LIBRARIES[name]} on this machine."
+            fix = f"Use allocator='keep', which needs nothing, or install it (Debian: apt install {_PACKAGES[name]})."
+            raise make_error(ValueError, what, fix=fix, argument="allocator")
+        what = f"{owner}(allocator={name!r}): an allocator is chosen before the program starts."
+        fix = f"Start it with LD_PRELOAD={found} python ..., or use allocator='keep'."
+        raise make_error(ValueError, what, fix=fix, argument="allocator")
     library = _keep(owner)
     try:
         yield

@@ -321,11 +321,9 @@ class SLURMEnvironment(_ExternalCluster):
         tasks = _number("SLURM_NTASKS", default=1)
         is_strict = conventions.current().warns_of_settings
         if is_strict and tasks > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
-            raise make_error(
-                RuntimeError,
-                f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set.",
-                fix=f"In place of --ntasks={tasks} write --ntasks-per-node={tasks}, for each machine.",
-            )
+            what = f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set."
+            fix = f"In place of --ntasks={tasks} write --ntasks-per-node={tasks}, for each machine."
+            raise make_error(RuntimeError, what, fix=fix)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         if self._is_interactive():

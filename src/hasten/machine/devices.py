@@ -357,11 +357,9 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         return list(range(number))
     indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices
     if not isinstance(indices, (list, tuple)):
-        raise WrongType(
-            f"devices={devices!r}:",
-            fix=f"use a number, a list of indices, a string such as '0,1', or 'auto', not {type(devices).__name__}.",
-            argument="devices",
-        )
+        what = f"devices={devices!r}:"
+        fix = f"use a number, a list of indices, a string such as '0,1', or 'auto', not {type(devices).__name__}."
+        raise WrongType(what, fix=fix, argument="devices")
     if isinstance(devices, str) and all(part.isdigit() for part in indices):
         indices = list(map(int, indices))
     if not indices or not all(type(index) is int and 0 <= index < present for index in indices):

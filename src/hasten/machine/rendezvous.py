@@ -126,11 +126,9 @@ def store_of_first(host: str, port: int, party: Party) -> Any:
     except getattr(_torch, "DistError", RuntimeError) as error:
         if not serves:
             raise
-        raise make_error(
-            RuntimeError,
-            f"rank 0 cannot wait for the others at {host}:{port}: {str(error).splitlines()[0].rstrip('.')}.",
-            fix=("Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."),
-        ) from None
+        what = f"rank 0 cannot wait for the others at {host}:{port}: {str(error).splitlines()[0].rstrip('.')}."
+        fix = "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."
+        raise make_error(RuntimeError, what, fix=fix) from None
 
 
 def _listens(host: str, port: int) -> bool:

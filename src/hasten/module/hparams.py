@@ -648,13 +648,9 @@ def _arguments(
     ]
     if missing:
         call = ", ".join(f"{name}=..." for name in missing)
-        raise make_error(
-            TypeError,
-            f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__.",
-            fix=(
-                f"Write load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
-            ),
-        )
+        what = f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__."
+        fix = f"Write load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
+        raise make_error(TypeError, what, fix=fix)
     return arguments
 
 
@@ -729,12 +725,9 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
             return data
     except Exception as error:  # yaml has many, and raises others for a date that makes no sense
         why = f" it cannot be read ({files.first_line(error)})."
-    raise make_error(
-        ValueError,
-        f"load_from_checkpoint(hparams_file={str(path)!r}):{why}",
-        fix="use a .yaml, .yml or .csv file with names and values.",
-        argument="hparams_file",
-    )
+    what = f"load_from_checkpoint(hparams_file={str(path)!r}):{why}"
+    fix = "use a .yaml, .yml or .csv file with names and values."
+    raise make_error(ValueError, what, fix=fix, argument="hparams_file")
 
 
 def convert(val: str) -> Any:

@@ -122,11 +122,9 @@ class LogMethods:
         """Give values to the loggers of Fabric as one row."""
         for name, value in values.items():
             if isinstance(value, (list, tuple, dict, str)):
-                raise make_error(
-                    ValueError,
-                    f"self.log({name!r}, {value!r:.80}): `{type(value).__name__}` values cannot be logged.",
-                    fix="Log one number by its name, and several with self.log_dict({name: number, ...}).",
-                )
+                what = f"self.log({name!r}, {value!r:.80}): `{type(value).__name__}` values cannot be logged."
+                fix = "Log one number by its name, and several with self.log_dict({name: number, ...})."
+                raise make_error(ValueError, what, fix=fix)
         if self._fabric is not None and logger is not False:
             self._fabric.log_dict(metrics=values)
 

@@ -139,12 +139,9 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], *, strict
     """
     need("safetensors", purpose="load_pretrained")
     if not any(Path(folder).glob("*.safetensors")):
-        raise make_error(
-            FileNotFoundError,
-            f"load_pretrained(folder={str(folder)!r}): there are no .safetensors files.",
-            fix="Give the folder that save_pretrained has written.",
-            argument="folder",
-        )
+        what = f"load_pretrained(folder={str(folder)!r}): there are no .safetensors files."
+        fix = "Give the folder that save_pretrained has written."
+        raise make_error(FileNotFoundError, what, fix=fix, argument="folder")
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     from hasten.checkpoint import tensor_files
@@ -158,12 +155,9 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], *, strict
     unknown = sorted(stored.keys() - state.keys())
     if strict and (missing or unknown):
         of_module = f"it lacks {', '.join(missing[:3])}" if missing else f"it has {', '.join(unknown[:3])} besides"
-        raise make_error(
-            ValueError,
-            f"load_pretrained(folder={str(folder)!r}): {of_module}.",
-            fix=did_you_mean(missing[0], unknown) if missing else "Pass strict=False to leave it out.",
-            argument="folder",
-        )
+        what = f"load_pretrained(folder={str(folder)!r}): {of_module}."
+        fix = did_you_mean(missing[0], unknown) if missing else "Pass strict=False to leave it out."
+        raise make_error(ValueError, what, fix=fix, argument="folder")
     targets = {name: value.detach() for name, value in state.items() if name in stored}
     for name, tensor in targets.items():
         if tuple(tensor.shape) != stored[name]:

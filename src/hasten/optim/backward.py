@@ -79,12 +79,9 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
             fix=f"Use one of torch.optim: {known}.",
         )
     if isinstance(params, nn.Module):
-        raise make_error(
-            TypeError,
-            f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}.",
-            fix=f"Pass its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...).",
-            argument="params",
-        )
+        what = f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}."
+        fix = f"Pass its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
+        raise make_error(TypeError, what, fix=fix, argument="params")
     made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups)
     # Otherwise the step of each parameter takes about ten kernels.

@@ -120,11 +120,9 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
         if (misplaced := [key for key in item if key in ("interval", "strict", "reduce_on_plateau")]) and (
             "lr_scheduler" in item
         ):
-            rank_zero_warn(
-                f"{where} returned a dict with the key {misplaced[0]!r} beside the scheduler, where it is ignored.",
-                fix=f'Write "lr_scheduler": {{"scheduler": scheduler, "{misplaced[0]}": {item[misplaced[0]]!r}}}.',
-                category=RuntimeWarning,
-            )
+            what = f"{where} returned a dict with the key {misplaced[0]!r} beside the scheduler, where it is ignored."
+            fix = f'Write "lr_scheduler": {{"scheduler": scheduler, "{misplaced[0]}": {item[misplaced[0]]!r}}}.'
+            rank_zero_warn(what, fix=fix, category=RuntimeWarning)
         unknown = [key for key in item if key not in (*_KEYS, "frequency", *misplaced)]
         _report_unknown_keys(unknown, _KEYS, f"{where} returned a dict with")
         if "optimizer" not in item:

@@ -38,12 +38,9 @@ def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> Non
     names = [name for name, _ in module.named_modules()]
     for prefix in prefixes:
         if not any(ignored(name, [prefix]) for name in names):
-            raise make_error(
-                ValueError,
-                f"{owner}(ignore_modules={{{prefix!r}}}): {type(module).__name__} has no module of that name.",
-                fix=did_you_mean(prefix, [name for name in names if name]),
-                argument="ignore_modules",
-            )
+            what = f"{owner}(ignore_modules={{{prefix!r}}}): {type(module).__name__} has no module of that name."
+            fix = did_you_mean(prefix, [name for name in names if name])
+            raise make_error(ValueError, what, fix=fix, argument="ignore_modules")
 
 
 def replace(

@@ -282,11 +282,9 @@ class PyTorchProfiler(Profiler):
         if not (self._export_to_chrome or self._flame_graph):
             return
         if self.dirpath is None:
-            warn_once(
-                "PyTorchProfiler dirpath",
-                "PyTorchProfiler: the trace is not written, since no folder is given.",
-                fix="Pass dirpath=..., or export_to_chrome=False for the table alone.",
-            )
+            what = "PyTorchProfiler: the trace is not written, since no folder is given."
+            fix = "Pass dirpath=..., or export_to_chrome=False for the table alone."
+            warn_once("PyTorchProfiler dirpath", what, fix=fix)
             return
         folder = Path(os.fspath(self.dirpath))
         folder.mkdir(parents=True, exist_ok=True)

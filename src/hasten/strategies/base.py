@@ -205,12 +205,9 @@ class Strategy(ProgramMethods, ABC):
             ValueError: the strategy cannot.
 
         """
-        raise make_error(
-            ValueError,
-            f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data.",
-            fix="Plan with strategy='fsdp2', 'ddp_sharded' or 'ddp', MeshStrategy or ModelParallelStrategy.",
-            argument="strategy",
-        )
+        what = f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data."
+        fix = "Plan with strategy='fsdp2', 'ddp_sharded' or 'ddp', MeshStrategy or ModelParallelStrategy."
+        raise make_error(ValueError, what, fix=fix, argument="strategy")
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
         """Replace parameters of ``module`` by this process's shards; called before anything else touches them.
@@ -388,11 +385,9 @@ class Sharding(StrategyPart):
         for name, parameter in module.named_parameters():
             placed.setdefault(parameter.device, name)
         if (empty := placed.get(torch.device("meta"))) is not None:
-            raise make_error(
-                ValueError,
-                f"{owner}: the parameter {empty!r} is on the meta device and has no values to move.",
-                fix="Fill the module first: module.to_empty(device=fabric.device), then load its weights.",
-            )
+            what = f"{owner}: the parameter {empty!r} is on the meta device and has no values to move."
+            fix = "Fill the module first: module.to_empty(device=fabric.device), then load its weights."
+            raise make_error(ValueError, what, fix=fix)
         if len(placed) > 1:
             rank_zero_warn(
                 f"{owner}: the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
@@ -751,11 +746,9 @@ class StepEngine(StrategyPart):
     def check_first_step(self, optimizer: Optimizer) -> None:
         """Warn before the first step of an optimizer in Fabric if no backward has computed gradients for it."""
         if not isinstance(optimizer, InBackward) and all(each.grad is None for each in parameters_of(optimizer)):
-            rank_zero_warn(
-                f"{type(optimizer).__name__}: the first step() found no gradients.",
-                PossibleUserWarning,
-                fix="Call fabric.backward(loss), then optimizer.step(), then optimizer.zero_grad().",
-            )
+            what = f"{type(optimizer).__name__}: the first step() found no gradients."
+            fix = "Call fabric.backward(loss), then optimizer.step(), then optimizer.zero_grad()."
+            rank_zero_warn(what, PossibleUserWarning, fix=fix)
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``, whose own ``step`` also gets other arguments."""

@@ -205,11 +205,9 @@ class ContextSplit:
         def on_part(batch: Batch, *args: Any, **kwargs: Any) -> Any:
             part = self.split(batch)
             if part is batch:
-                raise MisconfigurationException(
-                    f"{OWNER}: there is no tensor of at least two dimensions in the batch ({type(batch).__name__}).",
-                    fix="Return batches whose tensors are (batch, sequence, ...).",
-                    argument="batch",
-                )
+                what = f"{OWNER}: there is no tensor of at least two dimensions in the batch ({type(batch).__name__})."
+                fix = "Return batches whose tensors are (batch, sequence, ...)."
+                raise MisconfigurationException(what, fix=fix, argument="batch")
             weight = self.weight(part)
             with nullcontext() if isinstance(weight, float) else weighing(weight):
                 output = function(part, *args, **kwargs)
@@ -335,11 +333,9 @@ def split_batch(
         return batch
     missing = -length % size
     if missing and (tokens is None or not pad):
-        raise MisconfigurationException(
-            f"{OWNER}: sequences of {length} tokens do not divide over {size} processes.",
-            fix=f"Pad or cut them to a multiple of {size} in the dataset or in collate_fn.",
-            argument="batch",
-        )
+        what = f"{OWNER}: sequences of {length} tokens do not divide over {size} processes."
+        fix = f"Pad or cut them to a multiple of {size} in the dataset or in collate_fn."
+        raise MisconfigurationException(what, fix=fix, argument="batch")
     if missing:
         padded = [_padded(key, value, length, missing, ignore_index) for key, value in batch.items()]
         batch = rebuilt(batch, padded)

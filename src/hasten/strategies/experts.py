@@ -152,12 +152,9 @@ class _ByExpert(ExpertStyle):
 
     def _check_sizes(self, module: Any, size: int, where: str) -> None:
         if module.num_experts % size:
-            raise make_error(
-                ValueError,
-                f"{where} has num_experts={module.num_experts}, which {size} processes cannot share equally.",
-                fix=f"Choose {self.size_argument} so that it divides {module.num_experts}.",
-                argument=self.argument,
-            )
+            what = f"{where} has num_experts={module.num_experts}, which {size} processes cannot share equally."
+            fix = f"Choose {self.size_argument} so that it divides {module.num_experts}."
+            raise make_error(ValueError, what, fix=fix, argument=self.argument)
 
     def _divides(self, name: str, parameter: Tensor, experts: int) -> bool:
         return "." not in name and parameter.ndim > 0 and parameter.shape[0] == experts
@@ -303,11 +300,9 @@ def divide_experts(
         if sends_tokens(part):
             continue
         if any(map(is_sharded, part.parameters())):
-            raise MisconfigurationException(
-                f"{owner}(expert={size}): {name!r} is divided already, by an earlier run or by the program.",
-                fix="Use a new module and a checkpoint, or do not divide experts in configure_model().",
-                argument="expert",
-            )
+            what = f"{owner}(expert={size}): {name!r} is divided already, by an earlier run or by the program."
+            fix = "Use a new module and a checkpoint, or do not divide experts in configure_model()."
+            raise MisconfigurationException(what, fix=fix, argument="expert")
         parallelize_module(part, mesh, style, src_data_rank=None)
     return dict.fromkeys(found, style)
 

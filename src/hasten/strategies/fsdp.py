@@ -194,12 +194,9 @@ def _checked_mesh(mesh: Any, mode: str) -> Any:
         )
     whole = not isinstance(mesh, tuple) or all(isinstance(size, int) and size > 0 for size in mesh)
     if dimensions != 2 or not whole:
-        raise make_error(
-            ValueError,
-            f"{given}:",
-            fix="use two whole numbers, (replicas, shards), or a DeviceMesh of two dimensions.",
-            argument="device_mesh",
-        )
+        what = f"{given}:"
+        fix = "use two whole numbers, (replicas, shards), or a DeviceMesh of two dimensions."
+        raise make_error(ValueError, what, fix=fix, argument="device_mesh")
     return mesh
 
 
@@ -226,12 +223,8 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
         value = taken.get(argument)
         # A module or a tensor may be iterable, too.
         if value is not None and (isinstance(value, (nn.Module, torch.Tensor)) or not isinstance(value, Iterable)):
-            raise make_error(
-                TypeError,
-                f"FSDPStrategy({argument}={type(value).__name__}(...)):",
-                fix="use a list.",
-                argument=argument,
-            )
+            what = f"FSDPStrategy({argument}={type(value).__name__}(...)):"
+            raise make_error(TypeError, what, fix="use a list.", argument=argument)
     states = list(taken.pop("ignored_states", None) or ())
     modules = [*(taken.pop("ignored_modules", None) or ()), *(one for one in states if isinstance(one, nn.Module))]
     parameters = [

@@ -83,12 +83,9 @@ def _check_backend(owner: str, given: str) -> None:
                 hint=did_you_mean(name, known),
             )
         if name.lower() == "nccl" and not torch.distributed.is_nccl_available():
-            raise make_error(
-                ValueError,
-                f"{owner}(process_group_backend={given!r}): torch {torch.__version__} has no NCCL.",
-                fix="Leave process_group_backend out, or use 'gloo'.",
-                argument="process_group_backend",
-            )
+            what = f"{owner}(process_group_backend={given!r}): torch {torch.__version__} has no NCCL."
+            fix = "Leave process_group_backend out, or use 'gloo'."
+            raise make_error(ValueError, what, fix=fix, argument="process_group_backend")
 
 
 class LayerSync(ABC):

@@ -367,20 +367,14 @@ def resolve(
                 argument="plan",
             )
         if expert_parallel:
-            raise make_error(
-                ValueError,
-                "plan={...}, expert_parallel=True: it completes plan='auto'.",
-                fix="In a plan of your own, give the modules that hold the experts the style 'expert'.",
-                argument="plan",
-            )
+            what = "plan={...}, expert_parallel=True: it completes plan='auto'."
+            fix = "In a plan of your own, give the modules that hold the experts the style 'expert'."
+            raise make_error(ValueError, what, fix=fix, argument="plan")
         named = _written(model, plan)
         if loss_parallel and not any(_returns_split_logits(style) for style, _ in named.values()):
-            raise make_error(
-                ValueError,
-                "plan={...}, loss_parallel=True: no layer returns logits that are split over the classes.",
-                fix="Give the output layer ColwiseParallel(output_layouts=Shard(-1), use_local_output=False).",
-                argument="plan",
-            )
+            what = "plan={...}, loss_parallel=True: no layer returns logits that are split over the classes."
+            fix = "Give the output layer ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)."
+            raise make_error(ValueError, what, fix=fix, argument="plan")
     modules = dict(model.named_modules())
     parts = [
         Part(name, modules[name], style, pattern, modules[name.rpartition(".")[0]])
@@ -404,12 +398,9 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
         found = list(_matching(pattern, names))
         if not found:
             generic = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name})
-            raise make_error(
-                ValueError,
-                f"plan={{{pattern!r}: ...}}: {type(model).__name__} has no module of this name.",
-                fix=f"{did_you_mean(pattern, generic) or f' Its modules are, among others: {_some(generic)}.'}",
-                argument="plan",
-            )
+            what = f"plan={{{pattern!r}: ...}}: {type(model).__name__} has no module of this name."
+            fix = f"{did_you_mean(pattern, generic) or f' Its modules are, among others: {_some(generic)}.'}"
+            raise make_error(ValueError, what, fix=fix, argument="plan")
         for name in found:
             if name in named:
                 what = f"plan={{...}}: {named[name][1]!r} and {pattern!r} both name {name!r}."
@@ -458,12 +449,9 @@ def _check_found(model: nn.Module, named: _Named, expert_parallel: bool) -> None
             argument="plan",
         )
     if expert_parallel and not any(isinstance(style, WholeExperts) for style, _ in named.values()):
-        raise make_error(
-            ValueError,
-            f"plan='auto', expert_parallel=True: no plan in {type(model).__name__} names experts.",
-            fix="Leave it out, or give the modules that hold the experts the style 'expert': plan={pattern: 'expert'}.",
-            argument="plan",
-        )
+        what = f"plan='auto', expert_parallel=True: no plan in {type(model).__name__} names experts."
+        fix = "Leave it out, or give the modules that hold the experts the style 'expert': plan={pattern: 'expert'}."
+        raise make_error(ValueError, what, fix=fix, argument="plan")
 
 
 def _check_parameters(module: nn.Module, prefix: str, patterns: Mapping[str, str], named: _Named) -> None:
@@ -569,11 +557,9 @@ def _check(part: Part, size: int) -> None:
         splits, field = style.input_layouts != (Replicate(),), "in_features"
     width = getattr(module, {"out_features": "nf", "in_features": "nx"}[field] if _is_conv1d(module) else field, size)
     if splits and width % size:
-        raise make_error(
-            ValueError,
-            f"{where} has {field}={width}, which {size} processes cannot share equally.",
-            fix=f"Choose a tensor-parallel size that divides {width}, or leave this layer out of the plan.",
-        )
+        what = f"{where} has {field}={width}, which {size} processes cannot share equally."
+        fix = f"Choose a tensor-parallel size that divides {width}, or leave this layer out of the plan."
+        raise make_error(ValueError, what, fix=fix)
     if splits and isinstance(style, ColwiseParallel):
         _check_heads(part, size)
 
@@ -617,12 +603,9 @@ def _tie(tied: list[_Places]) -> None:
             if own is shared:
                 continue
             if getattr(own, "placements", None) != getattr(shared, "placements", None):
-                raise make_error(
-                    ValueError,
-                    f"plan=...: {first_full!r} and {full!r} are one parameter, and the plan splits them differently.",
-                    fix="Name both with styles that split the same dimension, or leave both out.",
-                    argument="plan",
-                )
+                what = f"plan=...: {first_full!r} and {full!r} are one parameter, and the plan splits them differently."
+                fix = "Name both with styles that split the same dimension, or leave both out."
+                raise make_error(ValueError, what, fix=fix, argument="plan")
             module.register_parameter(name, shared)
 
 

@@ -268,11 +268,9 @@ class DTensorEngine(StepEngine):
         """Refuse an optimizer that needs whole parameters."""
         for kind in type(optimizer).__mro__:
             if (reason := _not_for_shards(kind)) is not None:
-                raise make_error(
-                    ValueError,
-                    f"{full_name(kind)} and strategy={self.strategy.name!r}: {reason}",
-                    fix="Use torch.optim.AdamW, or strategy='ddp_sharded', which gives an optimizer whole parameters.",
-                )
+                what = f"{full_name(kind)} and strategy={self.strategy.name!r}: {reason}"
+                fix = "Use torch.optim.AdamW, or strategy='ddp_sharded', which gives an optimizer whole parameters."
+                raise make_error(ValueError, what, fix=fix)
             if kind.__name__ in _NEEDS_WHOLE and (is_builtin(kind) or comes_from(kind, "torch.optim")):
                 raise make_error(
                     ValueError,

@@ -90,12 +90,9 @@ def newest(trainer: Trainer) -> str:
         names = [name for name in os.listdir(folder) if name.startswith(_NAME) and name.endswith(".ckpt")]
         found = [path for name in names if present(path := os.path.join(folder, name))]
     if not found:
-        raise make_error(
-            NoCheckpoint,
-            f"ckpt_path='hpc': there is no {_NAME}*.ckpt in {folder}, which a job that is requeued leaves there.",
-            fix="Leave ckpt_path out, or write ckpt_path='last'.",
-            argument="ckpt_path",
-        )
+        what = f"ckpt_path='hpc': there is no {_NAME}*.ckpt in {folder}, which a job that is requeued leaves there."
+        fix = "Leave ckpt_path out, or write ckpt_path='last'."
+        raise make_error(NoCheckpoint, what, fix=fix, argument="ckpt_path")
     return max(found, key=os.path.getmtime)
 
 

@@ -473,11 +473,9 @@ class Trainer(TrainerView):
         body = functools.partial(predict, return_predictions=return_predictions is not False)
         found = self._evaluate(TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
         if found and self._runtime.several_processes and not joined():
-            warn_once(
-                "predictions of copies",
-                f"Trainer.predict() returns the predictions of the first of {self.world_size} processes only.",
-                fix="Predict with devices=1, or write those of all with a BasePredictionWriter.",
-            )
+            what = f"Trainer.predict() returns the predictions of the first of {self.world_size} processes only."
+            fix = "Predict with devices=1, or write those of all with a BasePredictionWriter."
+            warn_once("predictions of copies", what, fix=fix)
         return found
 
     def save_checkpoint(
@@ -505,11 +503,8 @@ class Trainer(TrainerView):
         """
         run = self._run
         if run is None:
-            raise make_error(
-                AttributeError,
-                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
-                fix="Call fit, validate, test or predict first.",
-            )
+            what = "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached."
+            raise make_error(AttributeError, what, fix="Call fit, validate, test or predict first.")
         given: Any = filepath
         if not isinstance(given, (str, os.PathLike)):
             what = f"Trainer.save_checkpoint(filepath={given!r}): use a path, not {type(given).__name__}."

@@ -148,11 +148,9 @@ class Search:
                     break
                 size //= 2
         if not good:
-            raise make_error(
-                RuntimeError,
-                f"{self.caller}: no batch size fits into memory; tried from {first} down to {bad}.",
-                fix="Use a smaller model or init_val, or precision='bf16-mixed'.",
-            ) from self._probe.error
+            what = f"{self.caller}: no batch size fits into memory; tried from {first} down to {bad}."
+            fix = "Use a smaller model or init_val, or precision='bf16-mixed'."
+            raise make_error(RuntimeError, what, fix=fix) from self._probe.error
         return good, bad
 
     def _capped(self, size: int) -> int:

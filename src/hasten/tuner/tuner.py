@@ -245,10 +245,8 @@ def _data(
             argument="method",
         )
     if method != "fit" and (train is not None or validate is not None):
-        raise MisconfigurationException(
-            f"Tuner(method={method!r}):",
-            fix="pass dataloaders=..., not train_dataloaders or val_dataloaders.",
-            argument="method",
-        )
+        what = f"Tuner(method={method!r}):"
+        fix = "pass dataloaders=..., not train_dataloaders or val_dataloaders."
+        raise MisconfigurationException(what, fix=fix, argument="method")
     data: dict[str, Any] = {"train": train, "validate": validate} if method == "fit" else {method: other}
     return data, datamodule

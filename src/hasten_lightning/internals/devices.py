@@ -214,10 +214,8 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
             continue
         reset = getattr(part, "reset_parameters", None)
         if not callable(reset):
-            raise make_error(
-                TypeError,
-                f"{type(part).__name__} has tensors on the meta device:",
-                fix="write its reset_parameters(), which gives them their initial values.",
-            )
+            what = f"{type(part).__name__} has tensors on the meta device:"
+            fix = "write its reset_parameters(), which gives them their initial values."
+            raise make_error(TypeError, what, fix=fix)
         part.to_empty(device=device, recurse=False)
         reset()

@@ -80,11 +80,9 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
         what = f"{remote.url} answered {error.code} {error.reason}."
         raise make_error(DemoError, what, fix="Fetch the archive another way and name it with --data.") from error
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ConnectionError) as error:
-        raise make_error(
-            DemoError,
-            f"No network, or {remote.url} cannot be reached ({getattr(error, 'reason', None) or error}).",
-            fix=f"Fetch the archive on another machine and name it with --data {remote.name}.",
-        ) from error
+        what = f"No network, or {remote.url} cannot be reached ({getattr(error, 'reason', None) or error})."
+        fix = f"Fetch the archive on another machine and name it with --data {remote.name}."
+        raise make_error(DemoError, what, fix=fix) from error
     except OSError as error:
         raise make_error(
             DemoError, f"{target} cannot be written: {error}.", fix="Choose a folder with --cache-dir."

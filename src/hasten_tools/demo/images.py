@@ -315,11 +315,9 @@ def read_photographs(data: Path) -> tuple[Images, Images]:
     files = read_files(data, ARCHIVE, lambda path: Path(path).name in names)
     found = {Path(path).name: content for path, content in files}
     if missing := [name for name in names if name not in found]:
-        raise make_error(
-            DemoError,
-            f"--data {data}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in it.",
-            fix=f"Give {ARCHIVE.name} (the version for C programs, {ARCHIVE.url}) or the folder it unpacks to.",
-        )
+        what = f"--data {data}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in it."
+        fix = f"Give {ARCHIVE.name} (the version for C programs, {ARCHIVE.url}) or the folder it unpacks to."
+        raise make_error(DemoError, what, fix=fix)
     for name, content in found.items():
         if not content or len(content) % RECORD_BYTES:
             what = f"--data {data}: {name} has {len(content):,} bytes, not a whole number of images."

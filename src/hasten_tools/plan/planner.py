@@ -382,12 +382,9 @@ class Variants:
             self._strategy = meshes.strategy_of(meshes.sizes_of(mesh, devices, nodes), self._own)
         name = str(self._strategy).lower()
         if name.startswith(("deepspeed", "xla", "single_xla")):
-            raise make_error(
-                ValueError,
-                f"strategy={name!r} runs an engine of its own, which cannot be followed without data.",
-                fix="Plan with --strategy fsdp2, ddp_sharded or ddp.",
-                argument="strategy",
-            )
+            what = f"strategy={name!r} runs an engine of its own, which cannot be followed without data."
+            fix = "Plan with --strategy fsdp2, ddp_sharded or ddp."
+            raise make_error(ValueError, what, fix=fix, argument="strategy")
         # Of the process whose changes are planned.
         self._process = 0
         self._precision = precision or given.get("precision")

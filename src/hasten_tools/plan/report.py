@@ -387,12 +387,9 @@ def parse_bandwidth(text: str) -> Speeds:
     try:
         within, between = map(float, text.split(","))
     except ValueError:
-        raise make_error(
-            ValueError,
-            f"bandwidth {text!r}:",
-            fix="write GB/s of a device within a machine and between machines, such as 450,50.",
-            argument="bandwidth",
-        ) from None
+        what = f"bandwidth {text!r}:"
+        fix = "write GB/s of a device within a machine and between machines, such as 450,50."
+        raise make_error(ValueError, what, fix=fix, argument="bandwidth") from None
     return Speeds(within, between)
 
 

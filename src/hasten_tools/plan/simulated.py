@@ -176,11 +176,9 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
 
     def replacement(name: str, tensor: Tensor) -> Tensor:
         if is_lazy(tensor):
-            raise make_error(
-                ValueError,
-                f"{name!r}, of a lazy layer, has no shape yet.",
-                fix="Write the layer with its input size, or run a batch through the module before.",
-            )
+            what = f"{name!r}, of a lazy layer, has no shape yet."
+            fix = "Write the layer with its input size, or run a batch through the module before."
+            raise make_error(ValueError, what, fix=fix)
         if is_sharded(tensor):
             return tensor  # Divided in configure_model(), where it had no data.
         if id(tensor) in made or type(tensor).__name__ == "FakeTensor" or getattr(tensor, "fake_mode", None):

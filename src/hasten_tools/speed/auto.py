@@ -119,11 +119,8 @@ def program_of(
     # Classes of the program itself are found by running its file once more, up to where it trains.
     main = os.path.abspath(file) if file is not None and b"__main__" in pickled else None
     if b"__main__" in pickled and main is None:
-        raise make_error(
-            TypeError,
-            "Trainer.advise: the class of the model was defined interactively, where other processes cannot find it.",
-            fix="Import it from a file; or run: hasten advise program.py",
-        )
+        what = "Trainer.advise: the class of the model was defined interactively, where other processes cannot find it."
+        raise make_error(TypeError, what, fix="Import it from a file; or run: hasten advise program.py")
     names = conventions.current() is not conventions.HASTEN
     sent = pickle.dumps({
         "path": sys.path[:], "argv": sys.argv[:], "main": main, "alias": names, "payload": pickled,

@@ -222,12 +222,9 @@ class DatasetReader:
     def _check(self) -> None:
         dataset, start = self.dataset, f"{self.argument}: {self.name} reads {self.kind}"
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise make_error(
-                TypeError,
-                f"{start}, an IterableDataset, whose samples have no numbers.",
-                fix="Use a dataset with __getitem__ and __len__, or leave it out.",
-                argument=self._named,
-            )
+            what = f"{start}, an IterableDataset, whose samples have no numbers."
+            fix = "Use a dataset with __getitem__ and __len__, or leave it out."
+            raise make_error(TypeError, what, fix=fix, argument=self._named)
         if not hasattr(dataset, "__len__") or getattr(dataset, "ndim", None) == 0:
             what = f"{start}, which has no length."
             raise make_error(TypeError, what, fix="Give it a __len__, or leave it out.", argument=self._named)

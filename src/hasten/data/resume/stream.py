@@ -991,12 +991,9 @@ def _yields_again(stream: Stream | CombinedStream, consumed: int, again: bool) -
     yielded, finished = stream.consumed, stream.finished
     again = again or (consumed == yielded - 1 and not (finished and consumed == 0))
     if not again and consumed != yielded and not finished:
-        raise make_error(
-            ValueError,
-            f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out.",
-            fix=f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again.",
-            argument="train_dataloader",
-        )
+        what = f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out."
+        fix = f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again."
+        raise make_error(ValueError, what, fix=fix, argument="train_dataloader")
     return again
 
 

@@ -108,12 +108,9 @@ def chosen(module: nn.Module, policy: WrapPolicy, owner: str, argument: str) -> 
         for kind in classes:
             if not any(isinstance(part, kind) for part in parts):
                 present = sorted({type(part).__name__ for part in module.modules()})
-                raise make_error(
-                    ValueError,
-                    f"{owner}({argument}={{{kind.__name__}}}): {name_of(module)} has no such module.",
-                    fix=f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}.",
-                    argument=argument,
-                )
+                what = f"{owner}({argument}={{{kind.__name__}}}): {name_of(module)} has no such module."
+                fix = f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}."
+                raise make_error(ValueError, what, fix=fix, argument=argument)
         return parts
     if torch_private.has_policy(policy):
         return [part for part in torch_private.run_policy(policy, module) if part is not module]

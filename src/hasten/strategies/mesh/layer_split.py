@@ -58,11 +58,9 @@ class LayerSplit:
             )
         if plan is None and any(self._options.values()):
             given = next(name for name, on in self._options.items() if on)
-            raise MisconfigurationException(
-                f"{owner}({given}=True): it belongs to a plan.",
-                fix="Pass plan='auto' or plan={...}, or leave it out.",
-                argument=given,
-            )
+            what = f"{owner}({given}=True): it belongs to a plan."
+            fix = "Pass plan='auto' or plan={...}, or leave it out."
+            raise MisconfigurationException(what, fix=fix, argument=given)
         self._owner, self._argument = owner, argument
         self._plan, self._function = plan, parallelize_fn
         self._loss_context = ExitStack()

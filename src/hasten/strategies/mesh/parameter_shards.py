@@ -298,12 +298,9 @@ def _mixed_precision(owner: str, given: Any) -> Any:
     if isinstance(given, MixedPrecisionPolicy):
         return given
     if not isinstance(given, FirstMixedPrecision):
-        raise make_error(
-            TypeError,
-            f"{owner}(mixed_precision={check.shown(given)}):",
-            fix="use torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out and write precision='bf16-mixed'.",
-            argument="mixed_precision",
-        )
+        what = f"{owner}(mixed_precision={check.shown(given)}):"
+        fix = "use torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out and write precision='bf16-mixed'."
+        raise make_error(TypeError, what, fix=fix, argument="mixed_precision")
     if given.keep_low_precision_grads:
         raise make_error(
             ValueError,

@@ -45,12 +45,9 @@ class Schedule:
 
     def __init__(self, name: str, processes: int, stages: int | None, micro_batches: int | None, owner: str) -> None:
         if str(name).lower() not in map(str.lower, NAMES):
-            raise make_error(
-                ValueError,
-                f"{owner}(schedule={name!r}): torch's schedules are {', '.join(map(repr, NAMES))}.",
-                fix=did_you_mean(str(name), NAMES) or "Write one of them.",
-                argument="schedule",
-            )
+            what = f"{owner}(schedule={name!r}): torch's schedules are {', '.join(map(repr, NAMES))}."
+            fix = did_you_mean(str(name), NAMES) or "Write one of them."
+            raise make_error(ValueError, what, fix=fix, argument="schedule")
         self._kind = get_schedule_class(name)
         self.in_two_parts = issubclass(self._kind, _IN_TWO_PARTS)
         back, one = issubclass(self._kind, _THERE_AND_BACK), issubclass(self._kind, PipelineScheduleSingle)
@@ -287,8 +284,6 @@ class Stage(pipelining.PipelineStage):
 def check_stage_tensor(output: Tensor, owner: str) -> None:
     """Raise MisconfigurationException unless a tensor can be sent to the next stage."""
     if not isinstance(output, Tensor) or output.dtype not in _DTYPES or output.dim() > _MOST_DIMENSIONS:
-        raise MisconfigurationException(
-            f"{owner}(pipeline=...): blocks pass on {type(output).__name__}.",
-            fix=f"Use a floating-point tensor of at most {_MOST_DIMENSIONS} dimensions.",
-            argument="pipeline",
-        )
+        what = f"{owner}(pipeline=...): blocks pass on {type(output).__name__}."
+        fix = f"Use a floating-point tensor of at most {_MOST_DIMENSIONS} dimensions."
+        raise MisconfigurationException(what, fix=fix, argument="pipeline")

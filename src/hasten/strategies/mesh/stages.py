@@ -193,11 +193,9 @@ class Stages:
             form = self._forms[type(block)]
             return hidden if form is None else form(hidden)
         if stage not in self.mine:
-            raise make_error(
-                RuntimeError,
-                f"{self._owner}(pipeline=...): {self.names[place]!r} is in another process, in stage {stage}.",
-                fix="Call the model in training_step, validation_step, test_step or predict_step only.",
-            )
+            what = f"{self._owner}(pipeline=...): {self.names[place]!r} is in another process, in stage {stage}."
+            fix = "Call the model in training_step, validation_step, test_step or predict_step only."
+            raise make_error(RuntimeError, what, fix=fix)
         return forward(*args, **kwargs)
 
     def _hidden(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -311,21 +309,15 @@ def _parent_of(module: nn.Module, split: Sequence[str], owner: str) -> str:
     known = dict(module.named_modules())
     for name in split:
         if name not in known or not name:
-            raise make_error(
-                ValueError,
-                f"{owner}(split=[{name!r}]): {name_of(module)} has no such module.",
-                fix=did_you_mean(name, list(known)) or "Write the name of a block, such as 'layers.4'.",
-                argument="split",
-            )
+            what = f"{owner}(split=[{name!r}]): {name_of(module)} has no such module."
+            fix = did_you_mean(name, list(known)) or "Write the name of a block, such as 'layers.4'."
+            raise make_error(ValueError, what, fix=fix, argument="split")
     parents = {name.rpartition(".")[0] for name in split}
     parent = known[min(parents)]
     if len(parents) > 1 or not isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        raise make_error(
-            ValueError,
-            f"{owner}(split={list(split)}): stages begin at blocks of one list.",
-            fix="Name blocks of one nn.ModuleList, nn.Sequential or nn.ModuleDict.",
-            argument="split",
-        )
+        what = f"{owner}(split={list(split)}): stages begin at blocks of one list."
+        fix = "Name blocks of one nn.ModuleList, nn.Sequential or nn.ModuleDict."
+        raise make_error(ValueError, what, fix=fix, argument="split")
     return min(parents)
 
 

@@ -402,11 +402,9 @@ class MeshStrategy(ParallelStrategy):
         if self.splits_layers:
             self.layers.check_beside_stages()
         if not self._shards_parameters and (asked := self.shards.asked):
-            raise MisconfigurationException(
-                f"{self._owner}(pipeline={self.sizes.pipeline}, {asked[0]}=...): nothing is sharded.",
-                fix=f"Leave {asked[0]} out, or use shard=2 or more.",
-                argument=asked[0],
-            )
+            what = f"{self._owner}(pipeline={self.sizes.pipeline}, {asked[0]}=...): nothing is sharded."
+            fix = f"Leave {asked[0]} out, or use shard=2 or more."
+            raise MisconfigurationException(what, fix=fix, argument=asked[0])
         if self._shards_parameters and self.pipeline.schedule.in_two_parts:
             raise MisconfigurationException(
                 f"{self._owner}({self._sizes_text()}): this schedule computes gradients of parameters in a separate "
@@ -533,12 +531,9 @@ class MeshStrategy(ParallelStrategy):
     def _check_divisible(self, precision: Precision) -> None:
         if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
             name = precision.precision
-            raise make_error(
-                ValueError,
-                f"precision={name!r}, strategy={self.name!r}: the 32-bit copies of its parameters are not divided.",
-                fix=f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)].",
-                argument="precision",
-            )
+            what = f"precision={name!r}, strategy={self.name!r}: the 32-bit copies of its parameters are not divided."
+            fix = f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
+            raise make_error(ValueError, what, fix=fix, argument="precision")
         if not precision.can_be_sharded:
             raise self._not_divisible(
                 precision, "Use 'bf16-mixed'." if self.splits_layers else "Use 'bf16-mixed', or strategy='ddp'."
@@ -618,12 +613,9 @@ class MeshStrategy(ParallelStrategy):
         """
         lazy = next((name for name, tensor in named_tensors(module) if is_lazy(tensor)), None)
         if lazy is not None:
-            raise make_error(
-                ValueError,
-                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided.",
-                fix="Write the layer with its input size, or run a batch through the module in configure_model().",
-                argument="strategy",
-            )
+            what = f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided."
+            fix = "Write the layer with its input size, or run a batch through the module in configure_model()."
+            raise make_error(ValueError, what, fix=fix, argument="strategy")
         refuse_hooks(module, self.name)
         # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
         # kept.
