@@ -258,12 +258,8 @@ class LoggedValues:
             if logged.loader_suffix and any(id(part) in self._begun_before for part in value.modules()):
                 self._say_what_it_includes(logged, where)
         elif several_processes and logged.on_epoch and not options.sync_dist and not options.rank_zero_only:
-            self._warn(
-                name,
-                f"{where}: the mean over the epoch is taken on each process separately.",
-                "Pass sync_dist=True to take it over all processes.",
-                PossibleUserWarning,
-            )
+            what = f"{where}: the mean over the epoch is taken on each process separately."
+            self._warn(name, what, "Pass sync_dist=True to take it over all processes.", PossibleUserWarning)
         if logged.on_step and row.stage != "train":
             self.logs_evaluation_steps = True
         logged.options = options

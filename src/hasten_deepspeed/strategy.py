@@ -204,11 +204,8 @@ class DeepSpeedStrategy(ParallelStrategy):
     ) -> None:
         given = dict(locals())
         if not installed("deepspeed"):
-            raise MissingPackage(
-                "DeepSpeedStrategy needs the package deepspeed, which is not installed.",
-                fix=f"Run: {install_line('deepspeed')}",
-                name="deepspeed",
-            )
+            what = "DeepSpeedStrategy needs the package deepspeed, which is not installed."
+            raise MissingPackage(what, fix=f"Run: {install_line('deepspeed')}", name="deepspeed")
         super().__init__(
             accelerator, parallel_devices, cluster_environment, None,
             precision_plugin if precision is None else precision,

@@ -416,13 +416,11 @@ class XLAFSDPStrategy(OneProcess):
             runtime.use_spmd()
         present = runtime.global_runtime_device_count()
         if present != wanted:
-            raise make_error(
-                ValueError,
+            what = (
                 f"strategy='xla_fsdp', devices={wanted}: this process has {present} XLA devices and shards over all "
-                "of them.",
-                fix=f"Use devices={present} or 'auto'.",
-                argument="strategy",
+                "of them."
             )
+            raise make_error(ValueError, what, fix=f"Use devices={present} or 'auto'.", argument="strategy")
         self.mesh = spmd.Mesh(numpy.arange(present), (present, 1), ("fsdp", "model"))
         return super().launch(function, *args, owner=owner, **kwargs)
 

@@ -177,13 +177,11 @@ class PlannedBatches(Sampler[list[int]]):
         """Check that no sample is longer than the value of an argument."""
         longest = int(self.lengths.max())
         if longest > most:
-            raise make_error(
-                ValueError,
+            what = (
                 f"{type(self).__name__}({argument}={most}): {int((self.lengths > most).sum())} of {len(self.lengths)} "
-                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens.",
-                fix=f"Use {argument}={longest} or more, or truncate.",
-                argument=argument,
+                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens."
             )
+            raise make_error(ValueError, what, fix=f"Use {argument}={longest} or more, or truncate.", argument=argument)
 
     def _evened(self, groups: list[Tensor]) -> list[Tensor]:
         """Divide the last two groups evenly if the last is too small to give every process a sample."""

@@ -152,13 +152,11 @@ def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strat
 
     def by_block() -> CompileSettings:
         if not any(True for _ in alike_blocks(module)):
-            raise make_error(
-                ValueError,
+            what = (
                 f"{owner}(compile=..., strategy={strategy.name!r}): with sharded parameters repeated blocks are "
-                f"compiled, and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential.",
-                fix="Leave compile out.",
-                argument="compile",
+                f"compiled, and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential."
             )
+            raise make_error(ValueError, what, fix="Leave compile out.", argument="compile")
         return dataclasses.replace(settings, regional=True)
 
     return strategy.sharding.compile_units(settings, by_block)

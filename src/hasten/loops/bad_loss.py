@@ -189,13 +189,11 @@ class Guard:
             step()
         except StepSkipped:
             if versions != [p._version for p in wide]:
-                raise make_error(
-                    RuntimeError,
+                what = (
                     f"Trainer(on_bad_loss={self._mode!r}): the weights were changed before the closure of "
-                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last}",
-                    fix="Use on_bad_loss='warn'.",
-                    argument="on_bad_loss",
-                ) from None
+                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last}"
+                )
+                raise make_error(RuntimeError, what, fix="Use on_bad_loss='warn'.", argument="on_bad_loss") from None
             # Rewind now and not within the closure, where the optimizer was in the middle of its step.
             self._rewind()
 

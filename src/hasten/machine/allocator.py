@@ -77,13 +77,11 @@ def _keep(owner: str) -> ctypes.CDLL:
     mallopt = getattr(library, "mallopt", None)
     # mallopt returns 1 on success; musl has the function and ignores it.
     if library is None or mallopt is None or not (mallopt(_TRIM_THRESHOLD, -1) and mallopt(_MMAP_MAX, 0)):
-        raise make_error(
-            ValueError,
+        what = (
             f"{owner}(allocator='keep'): the C library of this machine ({sys.platform}) cannot keep memory; glibc on "
-            "Linux can.",
-            fix="Leave it out.",
-            argument="allocator",
+            "Linux can."
         )
+        raise make_error(ValueError, what, fix="Leave it out.", argument="allocator")
     mallopt(_TOP_PAD, _PAD_BYTES)
     return library
 

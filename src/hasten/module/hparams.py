@@ -554,13 +554,11 @@ def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: 
         module.to(first.device)
     exact = module.strict_loading if strict is None else strict
     if strict is not None and _strictness(module) not in (None, strict):
-        raise make_error(
-            ValueError,
+        what = (
             f"{name}.load_from_checkpoint(strict={strict}) is in conflict with "
-            f"{name}.strict_loading={module.strict_loading}.",
-            fix="Use the same value, or leave one out.",
-            argument="strict",
+            f"{name}.strict_loading={module.strict_loading}."
         )
+        raise make_error(ValueError, what, fix="Use the same value, or leave one out.", argument="strict")
     if not weights:
         rank_zero_warn(f"The state dict in {path!r} contains no parameters: {name} keeps its own.")
     unfit = load_weights(module, weights, strict=exact, source=path)

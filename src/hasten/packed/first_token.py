@@ -88,11 +88,8 @@ class FirstToken(LossCheck):
 
         """
         if not torch.is_grad_enabled():
-            raise refusal(
-                self._asked,
-                "its blocks are checkpointed with use_reentrant=True, which gives other tokens no gradients",
-                "Checkpoint with use_reentrant=False, or use packed=True.",
-            )
+            what = "its blocks are checkpointed with use_reentrant=True, which gives other tokens no gradients"
+            raise refusal(self._asked, what, "Checkpoint with use_reentrant=False, or use packed=True.")
         return row
 
     def keys_and_values(

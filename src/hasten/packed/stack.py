@@ -300,11 +300,8 @@ class Stack:
         """
         for place, block in enumerate(self._container.children()):
             if block not in self.blocks:
-                raise refusal(
-                    self.asked,
-                    f"block {place} was replaced by a {type(block).__name__} after packing started",
-                    "Replace it before training, or leave packed out.",
-                )
+                what = f"block {place} was replaced by a {type(block).__name__} after packing started"
+                raise refusal(self.asked, what, "Replace it before training, or leave packed out.")
         parts = list(dict.fromkeys(part for owner in (*self.blocks, self._end) for part in owner.modules()))
         for module in parts:
             for hook in (hook for name in _HOOKS for hook in vars(module)[name].values()):

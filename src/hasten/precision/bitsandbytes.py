@@ -83,13 +83,11 @@ class BitsandbytesPrecision(DtypePrecision):
             else set(getattr(_bitsandbytes(), "supported_torch_devices", ("cuda",)))
         )
         if device.type not in known:
-            raise make_error(
-                ValueError,
+            what = (
                 f"BitsandbytesPrecision(mode={self.mode!r}): this version of bitsandbytes does not support "
-                f"{device.type.upper()}; it supports {', '.join(sorted(known))}.",
-                fix="Use precision='bf16-true'.",
-                argument="mode",
+                f"{device.type.upper()}; it supports {', '.join(sorted(known))}."
             )
+            raise make_error(ValueError, what, fix="Use precision='bf16-true'.", argument="mode")
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with quantized linear layers; they quantize when the module moves to a device."""

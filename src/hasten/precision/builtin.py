@@ -224,10 +224,8 @@ def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> Non
     if is_cuda(device) and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
-            raise make_error(
-                ValueError,
+            what = (
                 f"precision={precision!r}: {torch.cuda.get_device_name(device)} has the compute capability "
-                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere).",
-                fix=f"Use precision={instead!r}.",
-                argument="precision",
+                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere)."
             )
+            raise make_error(ValueError, what, fix=f"Use precision={instead!r}.", argument="precision")

@@ -94,13 +94,11 @@ class Float8Precision(MixedPrecision):
             layer.__class__ = kind
             vars(layer).update(added)
         if not any(isinstance(layer, type(example)) for layer in module.modules()):
-            raise make_error(
-                ValueError,
+            what = (
                 f"precision='fp8': {type(module).__name__} has no Linear layer whose in_features and out_features are "
-                f"multiples of {_MULTIPLE} in each process, so nothing would compute in 8-bit floats.",
-                fix="Use precision='bf16-mixed'.",
-                argument="precision",
+                f"multiples of {_MULTIPLE} in each process, so nothing would compute in 8-bit floats."
             )
+            raise make_error(ValueError, what, fix="Use precision='bf16-mixed'.", argument="precision")
         return module
 
     def teardown(self) -> None:

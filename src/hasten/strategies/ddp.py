@@ -315,13 +315,11 @@ class DDPStrategy(ParallelStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         if self._shards_optimizers and getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise make_error(
-                ValueError,
+            what = (
                 "strategy='ddp_sharded': the module has _ddp_params_and_buffers_to_ignore, parameters that each "
-                "process trains alone, and here one process steps a parameter for all.",
-                fix="Use strategy='ddp'.",
-                argument="strategy",
+                "process trains alone, and here one process steps a parameter for all."
             )
+            raise make_error(ValueError, what, fix="Use strategy='ddp'.", argument="strategy")
         kwargs = self._ddp_kwargs
         if _is_manual(module):
             # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic). DDP

@@ -112,13 +112,11 @@ class FSDPStrategy(MeshStrategy):
         sharding = sharding.upper() if isinstance(sharding, str) else sharding
         check.one_of("FSDPStrategy", "sharding_strategy", sharding, (*SHARDING, "NO_SHARD"))
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
-            raise make_error(
-                ValueError,
+            what = (
                 "FSDPStrategy(activation_checkpointing=..., activation_checkpointing_policy=...): both say which "
-                "modules to recompute.",
-                fix="Leave one out.",
-                argument="activation_checkpointing",
+                "modules to recompute."
             )
+            raise make_error(ValueError, what, fix="Leave one out.", argument="activation_checkpointing")
         recomputes: Any = activation_checkpointing_policy
         if activation_checkpointing is not None:
             recomputes = checked_policy(self._owner, "activation_checkpointing", activation_checkpointing)

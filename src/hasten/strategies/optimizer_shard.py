@@ -376,13 +376,11 @@ def _computed_once(loss: Any, optimizer: str) -> Callable[[], Any]:
 
     def closure() -> Any:
         if not losses:
-            raise make_error(
-                RuntimeError,
+            what = (
                 f"strategy='ddp_sharded' and {optimizer}: its step computes the loss again, with parameters that the "
-                "other processes have not stepped.",
-                fix="Use strategy='ddp'.",
-                argument="strategy",
+                "other processes have not stepped."
             )
+            raise make_error(RuntimeError, what, fix="Use strategy='ddp'.", argument="strategy")
         return losses.pop()
 
     return closure
@@ -391,29 +389,23 @@ def _computed_once(loss: Any, optimizer: str) -> Callable[[], Any]:
 def _check(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise make_error(
-            ValueError,
+        what = (
             f"strategy='ddp_sharded': {kind.__name__} is not a torch.optim.Optimizer, whose groups and state it "
-            "divides.",
-            fix="Use strategy='ddp'.",
-            argument="strategy",
+            "divides."
         )
+        raise make_error(ValueError, what, fix="Use strategy='ddp'.", argument="strategy")
     if isinstance(optimizer, optim.LBFGS):
-        raise make_error(
-            ValueError,
+        what = (
             "strategy='ddp_sharded': a step of LBFGS computes with all parameters at once, and each process has the "
-            "state of its part only.",
-            fix="Use strategy='ddp' or another optimizer.",
-            argument="strategy",
+            "state of its part only."
         )
+        raise make_error(ValueError, what, fix="Use strategy='ddp' or another optimizer.", argument="strategy")
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise make_error(
-            ValueError,
+        what = (
             f"strategy='ddp_sharded': {kind.__name__} computes the weights to evaluate with from its state, and each "
-            "process has only its part of that.",
-            fix="Use strategy='ddp'.",
-            argument="strategy",
+            "process has only its part of that."
         )
+        raise make_error(ValueError, what, fix="Use strategy='ddp'.", argument="strategy")
     if not (is_builtin(kind) or comes_from(kind, "torch")):
         warn_once(
             f"ddp_sharded {kind.__name__}",

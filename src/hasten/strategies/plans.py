@@ -621,13 +621,11 @@ def _split_loss(model: nn.Module, named: _Named, sequence_parallel: bool) -> Non
     output = _output_layers(model, named)
     if len(output) != 1:
         found = _some(output) if output else "none"
-        raise make_error(
-            ValueError,
+        what = (
             f"plan='auto', loss_parallel=True: it needs one output layer that the plan splits by columns, "
-            f"and {type(model).__name__} has {found}.",
-            fix="Leave out loss_parallel, or pass plan={...}.",
-            argument="plan",
+            f"and {type(model).__name__} has {found}."
         )
+        raise make_error(ValueError, what, fix="Leave out loss_parallel, or pass plan={...}.", argument="plan")
     layout = _SEQUENCE if sequence_parallel else Replicate()
     style = ColwiseParallel(input_layouts=layout, output_layouts=Shard(-1), use_local_output=False)
     named[output[0]] = (style, named[output[0]][1])

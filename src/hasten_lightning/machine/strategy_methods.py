@@ -406,13 +406,11 @@ class FullyShardedMethods(Strategy):
 
 def _refuse_storage_options(owner: object, storage_options: object) -> None:
     if storage_options is not None:
-        raise make_error(
-            TypeError,
+        what = (
             f"{type(owner).__name__}.save_checkpoint(storage_options=...): all processes write the file together, "
-            "without such options.",
-            fix="Leave it out.",
-            argument="storage_options",
+            "without such options."
         )
+        raise make_error(TypeError, what, fix="Leave it out.", argument="storage_options")
 
 
 class FabricFolderMethods(FabricMethods):

@@ -224,11 +224,8 @@ class Check:
                 self.rows.skipped("training_step", "on_train_batch_start returned -1, which skips the epoch")
         elif run.progress.last_batch and trained < due and len(run.data.train.streams()) == 1:
             batches = f"{trained} batch{'es' if trained != 1 else ''}"
-            self.rows.warning(
-                "train data",
-                f"The loader ended after {batches}, and its length says {length.batches:.0f}.",
-                "Let __len__ of the dataset return how many samples __iter__ yields.",
-            )
+            what = f"The loader ended after {batches}, and its length says {length.batches:.0f}."
+            self.rows.warning("train data", what, "Let __len__ of the dataset return how many samples __iter__ yields.")
 
     def _limit(self, run: Run) -> None:
         """Make a run train for one short epoch, after which the watch stops it, and validate."""

@@ -48,11 +48,8 @@ def check_memory(run: Run, seen: Observations, rows: Rows) -> None:
         rows.skipped("memory", f"a step needs about {bytes_text(need)} ({shown}); the system does not say what is free")
     # The weights are in memory by now, and the rest may be.
     elif need - parts["weights"] > free:
-        rows.error(
-            "memory",
-            f"A step needs about {bytes_text(need)} ({shown}), and {bytes_text(free)} are free.",
-            'Trainer(micro_batch="auto"), or a smaller batch_size',
-        )
+        what = f"A step needs about {bytes_text(need)} ({shown}), and {bytes_text(free)} are free."
+        rows.error("memory", what, 'Trainer(micro_batch="auto"), or a smaller batch_size')
     else:
         rows.ok("memory", f"a step needs about {bytes_text(need)} ({shown}); {bytes_text(free)} are free")
 

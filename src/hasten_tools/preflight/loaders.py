@@ -73,11 +73,8 @@ def _empty(source: StageData, name: str, loader: Any, rows: Rows) -> None:
     dropped = isinstance(loader, DataLoader) and loader.drop_last and not is_iterable(loader)
     count = sample_count(loader)
     if dropped and count:
-        rows.error(
-            name,
-            f"drop_last=True leaves no batch: the dataset has {count} samples, and a batch {loader.batch_size}.",
-            f"DataLoader(..., batch_size={count}), or drop_last=False",
-        )
+        what = f"drop_last=True leaves no batch: the dataset has {count} samples, and a batch {loader.batch_size}."
+        rows.error(name, what, f"DataLoader(..., batch_size={count}), or drop_last=False")
     else:
         rows.error(name, "The loader has no batches.", f"Look at what {HOOK_OF[source.stage]} returns.")
 

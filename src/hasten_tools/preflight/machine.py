@@ -73,11 +73,8 @@ def check_devices(trainer: Trainer, rows: Rows) -> None:
     rows.ok("device", f"{device} ({named}), precision {precision}")
     if is_host(device) and torch.cuda.is_available():
         count = torch.cuda.device_count()
-        rows.warning(
-            "device",
-            f"The run is on the CPU, and this machine has {count} CUDA device{'s' if count > 1 else ''}.",
-            'Trainer(accelerator="gpu")',
-        )
+        what = f"The run is on the CPU, and this machine has {count} CUDA device{'s' if count > 1 else ''}."
+        rows.warning("device", what, 'Trainer(accelerator="gpu")')
     _check_precision(device, precision, rows)
 
 
@@ -100,18 +97,12 @@ def _check_precision(device: torch.device, precision: str, rows: Rows) -> None:
             else 'Trainer(precision="32-true")',
         )
     if is_bfloat16 and is_cuda(device) and not torch.cuda.is_bf16_supported(including_emulation=False):
-        rows.warning(
-            "precision",
-            f"Trainer(precision={precision!r}): this GPU emulates bfloat16.",
-            'Trainer(precision="16-mixed")',
-        )
+        what = f"Trainer(precision={precision!r}): this GPU emulates bfloat16."
+        rows.warning("precision", what, 'Trainer(precision="16-mixed")')
     fast = is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 0)
     if fast and precision.startswith("32") and torch.get_float32_matmul_precision() == "highest":
-        rows.warning(
-            "precision",
-            "Products of 32-bit matrices run without the tensor cores of this GPU.",
-            'Trainer(precision="bf16-mixed"), or Trainer(matmul_precision="high") to keep 32 bits',
-        )
+        fix = 'Trainer(precision="bf16-mixed"), or Trainer(matmul_precision="high") to keep 32 bits'
+        rows.warning("precision", "Products of 32-bit matrices run without the tensor cores of this GPU.", fix)
 
 
 # By launcher: the variable with the number of processes, and the one that shows that it started this process.

@@ -106,9 +106,6 @@ def stages_with_data(
         elif has_step:
             rows.skipped(step, f"there is no {HOOK_OF[stage]}() in a datamodule or in {type(module).__name__}")
         elif has_data:
-            rows.warning(
-                step,
-                f"There is a {HOOK_OF[stage]}() but {type(module).__name__} has no {step}().",
-                f"def {step}(self, batch, batch_idx): ...",
-            )
+            what = f"There is a {HOOK_OF[stage]}() but {type(module).__name__} has no {step}()."
+            rows.warning(step, what, f"def {step}(self, batch, batch_idx): ...")
     return found

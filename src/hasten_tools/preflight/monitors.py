@@ -69,11 +69,8 @@ def _check_mode(callback: Callback, name: str, rows: Rows) -> None:
         return
     right = "max" if mode == "min" else "min"
     kept = "keeps the worst checkpoints" if isinstance(callback, ModelCheckpoint) else "stops while it improves"
-    rows.warning(
-        "monitor",
-        f"{owner}(monitor={name!r}, mode={mode!r}) {kept} if {'more' if right == 'max' else 'less'} of it is better.",
-        f'{owner}(monitor="{name}", mode="{right}")',
-    )
+    what = f"{owner}(monitor={name!r}, mode={mode!r}) {kept} if {'more' if right == 'max' else 'less'} of it is better."
+    rows.warning("monitor", what, f'{owner}(monitor="{name}", mode="{right}")')
 
 
 def _not_logged(owner: str, name: str, logged: set[str], rows: Rows) -> None:
@@ -103,11 +100,8 @@ def check_intervals(trainer: Trainer, arguments: Arguments, run: Run, length: Le
     """Check when a fit logs and validates."""
     every, steps = arguments.log_every_n_steps, _logged_steps(arguments, run, length)
     if trainer.loggers and every and run.logged.logged_on_steps() and every > steps:
-        rows.warning(
-            "logging",
-            f"Values of steps go to the loggers every {every} steps, and the fit has {int(steps)}: none gets there.",
-            f"Trainer(log_every_n_steps={max(1, int(steps) // 10)})",
-        )
+        what = f"Values of steps go to the loggers every {every} steps, and the fit has {int(steps)}: none gets there."
+        rows.warning("logging", what, f"Trainer(log_every_n_steps={max(1, int(steps) // 10)})")
     if length.validations == 0 and not run.data.validation.is_off():
         rows.warning(
             "validation",
@@ -117,11 +111,8 @@ def check_intervals(trainer: Trainer, arguments: Arguments, run: Run, length: Le
             "Trainer(check_val_every_n_epoch=1)",
         )
     if arguments.max_epochs_assumed:
-        rows.warning(
-            "length",
-            "Trainer(max_epochs=...) is not given: the fit ends after 1000 epochs.",
-            "Trainer(max_epochs=10), or max_epochs=-1 for no limit",
-        )
+        what = "Trainer(max_epochs=...) is not given: the fit ends after 1000 epochs."
+        rows.warning("length", what, "Trainer(max_epochs=10), or max_epochs=-1 for no limit")
 
 
 # -- where checkpoints go

@@ -83,11 +83,8 @@ def _check_rates(optimizer: Any, rows: Rows, *, scheduled: bool) -> None:
             "learning rate", f"{name} has lr=0 and no scheduler: no weight would change.", f"{name}(..., lr=1e-3)"
         )
     if rates and name.startswith(("Adam", "NAdam", "RAdam", "Lion")) and max(rates) >= 0.5:
-        rows.warning(
-            "learning rate",
-            f"{name} has lr={max(rates):g}: each of its steps changes weights by about that much.",
-            f"{name}(..., lr=1e-3)",
-        )
+        what = f"{name} has lr={max(rates):g}: each of its steps changes weights by about that much."
+        rows.warning("learning rate", what, f"{name}(..., lr=1e-3)")
 
 
 def _rates(optimizer: Any) -> str:
@@ -198,11 +195,8 @@ def _check_factors(name: str, scheduler: Any, calls: int, by_step: bool, rows: R
         line = '{"scheduler": ..., "interval": "step"}' if not by_step else "Make the warm-up shorter than the fit."
         if factors[0] == highest > 0:  # No warm-up: probably the learning rate itself.
             line = f"Let the function of {name} return a factor of lr: 1 for lr itself."
-        rows.warning(
-            "learning rate",
-            f"{name} steps {calls} times ({how}), and its factor of lr is {highest:.2g} at the most.",
-            line,
-        )
+        what = f"{name} steps {calls} times ({how}), and its factor of lr is {highest:.2g} at the most."
+        rows.warning("learning rate", what, line)
 
 
 # -- after the first steps
@@ -214,11 +208,8 @@ def check_step(run: Run, seen: Observations, rows: Rows) -> None:
         for stage, path in seen.bad_input.items():
             batch = seen.first_batch[0] if seen.first_batch is not None and stage == "train" else None
             where = bad_row(batch) if batch is not None else ""
-            rows.error(
-                "data values",
-                f"{path} of the first {stage} batch has nan or infinite numbers{where}.",
-                "Clean the data, for instance x = torch.nan_to_num(x).",
-            )
+            what = f"{path} of the first {stage} batch has nan or infinite numbers{where}."
+            rows.error("data values", what, "Clean the data, for instance x = torch.nan_to_num(x).")
     for status, text, line in seen.losses:
         rows.add("loss", status, text, line)
     if not seen.trained and seen.loss is None:
@@ -247,11 +238,8 @@ def _check_loss(run: Run, seen: Observations, rows: Rows) -> bool:
         why = f"The parameter {bad[0]} is not finite."
     else:
         why = "The outputs of all layers are finite: the computation of the loss is the cause."
-    rows.error(
-        "loss",
-        f"The loss of training_step is {value} on the first batch. {why}",
-        "Look at logarithms, divisions, square roots and means over nothing there: torch.log(x.clamp_min(1e-8)).",
-    )
+    fix = "Look at logarithms, divisions, square roots and means over nothing there: torch.log(x.clamp_min(1e-8))."
+    rows.error("loss", f"The loss of training_step is {value} on the first batch. {why}", fix)
     return False
 
 

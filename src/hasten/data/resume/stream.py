@@ -924,13 +924,11 @@ class CombinedStream:
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         readers = state.get("readers", [])
         if len(readers) != len(self._readers):
-            raise make_error(
-                ValueError,
+            what = (
                 f"{self.name}: the checkpoint was written with {max(1, len(readers))} loader(s), and there are "
-                f"{len(self._readers)} now.",
-                fix="Resume with the same loaders.",
-                argument="train_dataloader",
+                f"{len(self._readers)} now."
             )
+            raise make_error(ValueError, what, fix="Resume with the same loaders.", argument="train_dataloader")
         for reader, saved in zip(self._readers, readers, strict=True):
             reader.restart()
             reader.stream.load_state_dict(saved["stream"], moved=moved and not state["ended"])
