@@ -353,11 +353,9 @@ def _instead(value: object) -> str:
 def _not_scalar(name: str, value: Any) -> ValueError:
     kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    return make_error(
-        ValueError,
-        f"self.log({name!r}, ...): the tensor must have a single element, got {kind}{shape}.",
-        fix=f"Reduce it first, for instance self.log({name!r}, value.mean()), or log each element under its own name.",
-    )
+    what = f"self.log({name!r}, ...): the tensor must have a single element, got {kind}{shape}."
+    fix = f"Reduce it first, for instance self.log({name!r}, value.mean()), or log each element under its own name."
+    return make_error(ValueError, what, fix=fix)
 
 
 def is_metric(value: object) -> bool:

@@ -498,12 +498,7 @@ class LoggedValues:
     # -- the end of an epoch
 
     def close_epoch(self, stage: str) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Compute what the epoch accumulated so far; waits for the device.
-
-        Returns:
-            the values by dataloader (for ``validate`` and ``test``), and the values for the loggers.
-
-        """
+        """Return what the epoch has accumulated, by dataloader and for the loggers; waits for the device."""
         self.deliver(wait=True)
         self.batch_size = 0
         entries = [(loader_idx or 0, logged) for loader_idx, logged in self._of_epoch(stage)]

@@ -101,9 +101,7 @@ def seed_worker(worker_id: int, rank: int | None = None) -> None:
 
     The numbers differ between workers, ranks and epochs. It is a ``worker_init_fn``.
 
-    Args:
-        worker_id: the index of the worker, from 0.
-        rank: the rank of the process that reads the loader; by default this one's.
+    ``rank`` is that of the process that reads the loader; by default this one's.
 
     Source: `MurmurHash3's finalizer <https://github.com/aappleby/smhasher/wiki/MurmurHash3>`_, then the linear
     congruential generator of Knuth's MMIX.

@@ -23,8 +23,7 @@ class ScheduleWrapper:
     Call ``pre_step`` with the name of an action that has ended, then the object itself: it counts the step and returns
     what the profiler does next. When a kind of step has been saved once, it is not recorded again.
 
-    Args:
-        schedule: a function of the step that returns a ``ProfilerAction``, such as ``torch.profiler.schedule``.
+    The schedule is a function of the step that returns a ``ProfilerAction``, such as ``torch.profiler.schedule``.
 
     Example::
 

@@ -135,14 +135,9 @@ class FitWidth:
     dropped: classes among labels, and values that differ where the mask has padding, are kept. Other fields, however
     wide, and batches without a mask do not change.
 
-    Args:
-        collate_fn: makes the batch.
-        mask_key: the mask's key, or its position if batches are tuples or lists.
-        multiple_of: see :class:`PadCollator`.
-        limit: the widest batch, in tokens: none becomes wider.
-        over_tokens: the fields that run over tokens, by key or position, besides the mask; without any, no batch
-            changes.
-
+    ``mask_key`` is the mask's key, or its position if batches are tuples or lists. No batch becomes wider than
+    ``limit`` tokens. ``over_tokens`` are the fields that run over tokens besides the mask; without any, no batch
+    changes.
     """
 
     collate_fn: Callable[[list[Any]], Any]

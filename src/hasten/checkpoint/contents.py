@@ -431,11 +431,9 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _other_kind(optimizer: Any, key: str) -> ValueError:
-    return make_error(
-        ValueError,
-        f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}.",
-        fix=f"Resume with the kind of optimizer the run was started with, {WEIGHTS_ALONE}",
-    )
+    what = f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}."
+    fix = f"Resume with the kind of optimizer the run was started with, {WEIGHTS_ALONE}"
+    return make_error(ValueError, what, fix=fix)
 
 
 # -- schedulers

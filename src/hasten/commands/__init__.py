@@ -44,13 +44,9 @@ def commands() -> dict[str, Command]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command, with the arguments of this process unless others are given, without the program's name.
 
-    Its arguments are those of this process, unless others are given, without the program's name.
-
-    Returns:
-        The exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.
-
+    Return the exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()

@@ -90,15 +90,9 @@ def _hidden(output: Any) -> Any:
 class Stack:
     """The blocks of one transformer and the call that they compute.
 
-    Args:
-        blocks: in order.
-        container: the module list that contains them.
-        asked: the argument or call that requested packing and the class of the model, for messages.
-        causal: whether a token attends only to itself and earlier tokens.
-        first_token: compute the last block for the first token of each sequence only.
-        norm: a layer that computes each token of the last block's output separately, and is part of packing.
-        unpatched: a context for padded calls, in which the model uses its original attention.
-
+    ``asked`` is what requested packing and the class of the model, for messages. With ``first_token`` the last block is
+    computed for the first token of each sequence only. ``norm`` computes each token of the last block's output
+    separately, and is part of packing. In ``unpatched``, padded calls use the original attention.
     """
 
     def __init__(

@@ -125,8 +125,7 @@ class _Arguments(NamedTuple):
 def verify(model: nn.Module, forward: Forward, stack: Stack, given: _Arguments, layout: Layouts) -> bool:
     """Compare a few samples of a batch, given the arguments of the model's forward, packed and padded.
 
-    Returns:
-        False if nothing could be compared: the batch has no real token, or its outputs are not finite.
+    Return False if nothing could be compared: the batch has no real token, or its outputs are not finite.
 
     Raises:
         MisconfigurationException: packing would change the outputs; the message names the block and the reason.

@@ -48,9 +48,7 @@ def replace(
 ) -> list[tuple[nn.Module, str, nn.Module]]:
     """Replace modules inside of ``module`` by what ``make(name, module)`` returns; None leaves one as it is.
 
-    Returns:
-        (parent, attribute name, original module), for ``put_back``.
-
+    Return (parent, attribute name, original module) of each, for ``put_back``.
     """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     # A module that occurs in several places gets one replacement.

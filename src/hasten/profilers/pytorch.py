@@ -306,9 +306,6 @@ class PyTorchProfiler(Profiler):
 class RegisterRecordFunction:
     """Context in which the forward of each module inside ``model`` is a named range of the trace.
 
-    Args:
-        model: the module whose children are named.
-
     Example::
 
         >>> import torch

@@ -36,12 +36,7 @@ _DTYPES = {"i": torch.int32, "q": torch.int64, "d": torch.float64}
 class Series(Sequence[float]):
     """The values of one name, oldest first, with where each was logged.
 
-    Args:
-        name: the name.
-        steps: the step of each value, as loggers count them.
-        epochs: the epoch of each value.
-        times: when each value was noted, in seconds since 1970.
-        values: the values.
+    Steps are as loggers count them, times in seconds since 1970.
 
     Example::
 

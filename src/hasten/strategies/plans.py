@@ -705,9 +705,6 @@ def _is_norm(module: object) -> bool:
 
 
 def _no_sequence(model: nn.Module, reason: str) -> ValueError:
-    return make_error(
-        ValueError,
-        f"plan='auto', sequence_parallel=True: {type(model).__name__}: {reason}.",
-        fix="Leave out sequence_parallel, or pass plan={...} with SequenceParallel() styles.",
-        argument="plan",
-    )
+    what = f"plan='auto', sequence_parallel=True: {type(model).__name__}: {reason}."
+    fix = "Leave out sequence_parallel, or pass plan={...} with SequenceParallel() styles."
+    return make_error(ValueError, what, fix=fix, argument="plan")

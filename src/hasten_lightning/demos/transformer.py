@@ -28,11 +28,6 @@ class PositionalEncoding(nn.Module):
 
     All positions get the same offset, as in Lightning's demo of this name, so that losses can be compared.
 
-    Args:
-        dim: width of the embedding.
-        dropout: probability.
-        max_len: longest sequence.
-
     Source: https://arxiv.org/abs/1706.03762
 
     """

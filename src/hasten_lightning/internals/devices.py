@@ -194,10 +194,6 @@ def has_meta_device_parameters_or_buffers(obj: nn.Module | Optimizer, recurse: b
 def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> None:
     """Give tensors on the meta device storage on ``device``, and their initial values.
 
-    Args:
-        module: with ``reset_parameters()`` wherever it has tensors on the meta device.
-        device: where they go.
-
     Raises:
         TypeError: a submodule has no ``reset_parameters()``.
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters with texts or results in the place of classes and functions.
 
-    Args:
-        params: a class becomes its name, a function what it returns without arguments, or its name.
+    A class becomes its name, a function what it returns without arguments, or its name.
 
     Example::
 

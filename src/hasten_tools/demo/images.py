@@ -76,15 +76,7 @@ class Images(Dataset[dict[str, Tensor]]):
 class VisionTransformer(nn.Module):
     """A Vision Transformer: patches with learned positions, transformer blocks, and a classifier of their mean.
 
-    Args:
-        side: pixels on each side of the image.
-        patch: pixels on each side of a patch.
-        channels: of the image: 1 for gray, 3 for color.
-        width: features of a token.
-        depth: transformer blocks.
-        heads: attention heads of each block.
-        hidden: features between the two layers of a block.
-        dropout: share of features dropped in training.
+    Sizes of image and patch are in pixels, and a block has ``hidden`` features between its two layers.
 
     Example::
 

@@ -26,12 +26,8 @@ def leave_out(module: nn.Module, kept: int, ledger: Ledger, stages: Mapping[str,
 
     The module is not divided yet, and names of its parts do not change. Of each row of equal blocks ``kept`` stay, an
     even number. ``stages`` has the stage of a pipeline that has each block, by name, and ``stage`` is one of this
-    process; empty and 0 without a pipeline.
-
-    Returns:
-        the number of blocks in a row of the stage; 0 if nothing was left out: there are few blocks, or rows of
-        different lengths.
-
+    process; empty and 0 without a pipeline. Return the number of blocks in a row of the stage; 0 if nothing was left
+    out: there are few blocks, or rows of different lengths.
     """
     rows = _rows_of_equal_blocks(module, stages)
     lengths = {len(names) for _, names, of in rows if of == stage}

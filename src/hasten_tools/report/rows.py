@@ -105,10 +105,8 @@ class LoggedRows:
     def add_lines(self, block: Block, begin: int, end: int) -> tuple[Ints, float | None, float]:
         """Add the rows among lines of a record.
 
-        Returns:
-            the lines that are other things, or rows that the record does not write like this; the time of the last
-            line if that is a row that was added, and the latest time of those that were.
-
+        Return the lines that are other things, or rows that the record does not write like this; the time of the last
+        line if that is a row that was added, and the latest time of those that were.
         """
         lines = np.arange(begin, end)
         is_row = block.has(_IS_ROW, block.begins[begin:end] + _IS_ROW.length)

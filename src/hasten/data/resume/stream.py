@@ -474,11 +474,9 @@ class Stream:
         If the loader now divides the samples in another way than at the beginning of the epoch, the rest is read in the
         original order, and ``position`` is counted in batches of this loader.
 
-        Args:
-            state: of this process, or of the first one.
-            moved: another number of processes shared the data. If the order of the epoch cannot be drawn again, as
-                ``not_known`` says then, as many batches as were done are left out in a new order.
-
+        The state is of this process, or of the first one. If another number of processes shared the data (``moved``)
+        and the order of the epoch cannot be drawn again, as ``not_known`` says then, as many batches as were done are
+        left out in a new order.
         """
         self.close()
         loader = with_workers_of(self.loader, state)
