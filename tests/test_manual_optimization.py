@@ -354,3 +354,44 @@ def test_validation_leaves_gradients_that_wait_for_more_batches() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert same_weights(model, twin)
+
+
+class Alternating(L.LightningModule):
+    """Each part steps, and is clamped, with the weights that the other has by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.parts = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.parts(x).float().square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, part in zip(self.optimizers(), self.parts, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch[0]))
+            optimizer.step()
+            with torch.no_grad():
+                part.weight.clamp_(-0.3, 0.3)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in self.parts]
+
+
+def test_a_step_that_changes_weights_goes_on_with_the_new_ones_in_16_bits() -> None:
+    model, by_hand = Alternating(), Alternating()
+    quiet(max_epochs=2, precision="bf16-mixed").fit(model, loader())
+    optimizers = by_hand.configure_optimizers()
+    for _ in range(2):
+        for x, _ in loader():
+            for optimizer, part in zip(optimizers, by_hand.parts, strict=True):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = by_hand.loss(x)
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    part.weight.clamp_(-0.3, 0.3)
+    assert same_weights(model, by_hand)

@@ -205,10 +205,10 @@ class MixedPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast."""
-        return torch.autocast(self.device, dtype=self._dtype)
+        return self.autocast_context_manager()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Return autocast that keeps no converted weights: it may be entered where no gradients are recorded."""
+        """Return autocast that keeps no converted weights: a step may change weights and use them again, as GANs do."""
         return torch.autocast(self.device, dtype=self._dtype, cache_enabled=False)
 
 

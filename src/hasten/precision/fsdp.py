@@ -76,7 +76,7 @@ class FSDPPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast; with "true", a context in which new floating tensors have the precision's type."""
         if self._mixed:
-            return torch.autocast(self.device, dtype=self.param_dtype)
+            return torch.autocast(self.device, dtype=self.param_dtype, cache_enabled=False)
         return DefaultType(self._dtype)
 
     def module_init_context(self) -> DefaultType:

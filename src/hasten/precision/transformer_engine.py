@@ -104,7 +104,7 @@ class TransformerEnginePrecision(DtypePrecision):
         engine = need("transformer_engine.pytorch", purpose=_PURPOSE)
         with (
             DefaultType(self.weights_dtype),
-            torch.autocast("cuda", dtype=self.fallback_compute_dtype),
+            torch.autocast("cuda", dtype=self.fallback_compute_dtype, cache_enabled=False),
             engine.autocast(enabled=True, recipe=self.recipe),
         ):
             yield
