@@ -199,6 +199,13 @@ def test_what_is_refused_says_what_to_write(given: dict[str, Any], argument: str
         TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path, **given))
 
 
+def test_labels_of_which_a_text_has_several_are_not_smoothed(tmp_path: Path) -> None:
+    model = language_model()
+    model.config.problem_type = "multi_label_classification"
+    with refused(ValueError, "label_smoothing_factor", fix="several labels"):
+        TransformersTrainer(model, arguments(tmp_path, label_smoothing_factor=0.1))
+
+
 def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

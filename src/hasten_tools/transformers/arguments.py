@@ -134,7 +134,7 @@ def check_model(model: nn.Module | str | None, args: TrainingArguments) -> None:
         raise make_error(TypeError, what, fix=fix if isinstance(model, str) else "", argument="model")
     several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
     if several and args.label_smoothing_factor:
-        raise refused("label_smoothing_factor", args.label_smoothing_factor, "Leave it out: a text has several labels.")
+        raise refused(args, "label_smoothing_factor", "Leave it out: a text has several labels.")
 
 
 def check_names(unknown: set[str], known: Iterable[str], args: TrainingArguments) -> None:
