@@ -74,8 +74,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     """Recompute the repeated blocks of a module in backward instead of keeping their activations, inside the block.
 
     Results do not change, with dropout, too. For the recomputation, what the forward changes is restored: random
-    generators (of torch, Python, numpy and the blocks), buffers such as running statistics, and attributes such as
-    counters. Keys of ``state_dict`` and classes do not change.
+    generators (of torch, Python, numpy and the blocks), buffers such as running statistics, attributes such as
+    counters, and the weights of ``torch.func.functional_call``. Keys of ``state_dict`` and classes do not change.
 
     Args:
         module: the module, on its device.
@@ -340,7 +340,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 class _Before:
-    """The state that a forward may change, saved before it: buffers, attributes, generators of random numbers."""
+    """The state that a forward uses or may change: weights, buffers, attributes, generators of random numbers."""
 
     def __init__(self, block: nn.Module, arguments: Iterable[Any]) -> None:
         self._held = [(thing, always, _contents(thing)) for thing, always in _holders(block, arguments)]
@@ -350,6 +350,8 @@ class _Before:
             for value in _values(contents)
             if isinstance(value, Tensor) and not value.requires_grad
         }
+        # torch.func.functional_call shows other weights for the time of a forward.
+        self._weights = [(part._parameters, dict(part._parameters)) for part in block.modules() if part._parameters]
 
     def keep_what_changed(self) -> None:
         """Forget what the forward has not changed: the recomputation needs no copy of it."""
@@ -366,8 +368,10 @@ class _Before:
 
     def exchange(self) -> list[tuple[Any, Any]]:
         """Restore the earlier state; return what ``put_back`` needs to undo that."""
-        now = [(thing, _contents(thing)) for thing, _, _ in self._held]
-        put_back([(thing, contents) for thing, _, contents in self._held])
+        earlier = [(thing, contents) for thing, _, contents in self._held]
+        earlier += [(table, weights) for table, weights in self._weights if not _same_objects(table, weights)]
+        now = [(thing, _contents(thing)) for thing, _ in earlier]
+        put_back(earlier)
         return now
 
 
@@ -496,6 +500,10 @@ def _items(contents: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(contents, dict):
         return list(contents.items())
     return list(enumerate(contents)) if isinstance(contents, (list, deque)) else ()
+
+
+def _same_objects(table: dict[str, Any], other: dict[str, Any]) -> bool:
+    return table.keys() == other.keys() and all(table[name] is value for name, value in other.items())
 
 
 def _same(before: Any, now: Any) -> bool:

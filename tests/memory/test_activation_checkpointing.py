@@ -474,6 +474,21 @@ def test_gradients_of_gradients_need_all_activations_computed_again() -> None:
     assert same_weights(trained(kind=Smooth, memory="full"), trained(kind=Smooth))
 
 
+class MovesFirst(Deep):
+    """Computes its loss with the weights after a step of gradient descent (MAML)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = dict(self.named_parameters())
+        loss = super().training_step(batch, batch_idx)
+        gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        moved = {name: w - 0.5 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        return nn.functional.cross_entropy(torch.func.functional_call(self, moved, (batch[0],)), batch[1])
+
+
+def test_blocks_called_with_other_weights_are_computed_again_with_these() -> None:
+    assert same_weights(trained(kind=MovesFirst, memory="full"), trained(kind=MovesFirst))
+
+
 class ByTorchFunc(Deep):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         slope = torch.func.grad(lambda x: self(x).sum())(batch[0])
