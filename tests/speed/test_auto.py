@@ -57,6 +57,11 @@ def test_arguments_are_those_that_end_no_training(caplog: pytest.LogCaptureFixtu
     quiet(speed="auto").fit(model, loader())
     assert (model.arguments["fused_optimizer"], model.arguments["resident"]) == (True, "auto")
     assert "3.0x with L.Trainer(..., fused_optimizer=True, resident=True) (remembered)" in caplog.text
+    # By another optimizer, which an argument of the program chooses.
+    with_another = Watches()
+    with_another.configure_optimizers = lambda: torch.optim.LBFGS(with_another.parameters(), lr=0.1)  # type: ignore[method-assign]
+    quiet(speed="auto").fit(with_another, loader())
+    assert "The optimizer stays as it is. Trainer(fused_optimizer=True): torch has no fused LBFGS" in caplog.text
 
 
 def test_auto_takes_of_a_full_verdict_what_it_promises(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -473,16 +473,28 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
     """Make optimizers fused, or step in backward, as the arguments say; return them."""
     fused = run.arguments.speed.fused_optimizer
     for optimizer in optimizers:
-        if fused:
-            check_dense(optimizer, [run.module], "Trainer(fused_optimizer=True)")
         if fused is not None:
-            use_fused(optimizer, fused, owner=f"Trainer(fused_optimizer={fused})")
+            _fuse(run, optimizer, fused)
         run.runtime.engine.check_optimizer(optimizer, "Trainer")
         if isinstance(optimizer, InBackward):
             run.undo.callback(optimizer.stop)
             check_in_backward(run, optimizer)
             optimizer.start()
     return optimizers
+
+
+def _fuse(run: Run, optimizer: Any, fused: bool) -> None:
+    """Make an optimizer fused or not; one without a fused step stays as it is if ``speed`` has chosen that."""
+    owner = f"Trainer(fused_optimizer={fused})"
+    try:
+        if fused:
+            check_dense(optimizer, [run.module], owner)
+        use_fused(optimizer, fused, owner=owner)
+    except ValueError as error:
+        # What is remembered may be from a run with another optimizer.
+        if "fused optimizer" not in (run.observers.levers or ()):
+            raise
+        rank_zero_info(f"The optimizer stays as it is. {error}")
 
 
 def remake_loader(

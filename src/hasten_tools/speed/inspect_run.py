@@ -256,8 +256,8 @@ def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device, da
         os.cpu_count(),
         os.path.abspath(getattr(main, "__file__", None) or ""),
         full_name(type(module)).replace("__mp_main__", "__main__"),
-        # Some lines are judged by what these compute.
-        [source_of(getattr(type(module), name)) for name in ("training_step", "forward")],
+        # Some lines are judged by what these compute; not every optimizer can be fused.
+        [source_of(getattr(type(module), name)) for name in ("training_step", "forward", "configure_optimizers")],
         [(name, list(value.shape), str(value.dtype)) for name, value in module.named_parameters()],
         data,
         [(name, repr(given[name])) for name in relevant if given.get(name) not in (None, False, 1, "auto")],
