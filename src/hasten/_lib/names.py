@@ -432,7 +432,7 @@ def explain_absent_names(cls: _Class) -> _Class:
     """Have reads of names that other libraries have say what to write; as a decorator of a class."""
     for name, fix in _METHODS_ELSEWHERE[cls.__name__].items():
         setattr(cls, name, Elsewhere(name, fix))
-    setattr(cls, "__dir__", _present_names)  # noqa: B010 - for mypy, a class is no object with this method
+    setattr(cls, "__dir__", _present_names)  # noqa: B010 - mypy rejects the plain assignment
     return cls
 
 

@@ -309,7 +309,7 @@ class ModelCheckpoint(Checkpoint):
         if folder != self.dirpath:
             if self._default_folder:
                 self.best_model_score = state_dict.get("best_model_score")
-            # Without files to keep there is no ranking.
+            # With save_top_k=0 no files are ranked.
             if self.save_top_k and (self.monitor is not None or not self._default_folder):
                 rank_zero_warn(
                     f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
