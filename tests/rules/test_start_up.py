@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.programs import run_python
 from tests.rules.test_import_time_and_weight import HEAVY, heavy
@@ -151,4 +152,6 @@ def test_no_fit_makes_a_full_pass_of_the_garbage_collector(counted: dict[str, An
 
 @pytest.mark.parametrize(("what", "allowed"), [("defaults", 6000), ("off", 2930), ("validate", 700), ("fabric", 600)])
 def test_a_repeated_call_costs_few_calls(counted: dict[str, Any], what: str, allowed: int) -> None:
-    assert counted["calls"][what] <= counted["calls"]["plain"] + allowed
+    # A save and the optimizer call a few functions more in torch 2.14.
+    of_torch = 20 if torch.__version__ >= (2, 14) else 0
+    assert counted["calls"][what] <= counted["calls"]["plain"] + allowed + of_torch
