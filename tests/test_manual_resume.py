@@ -12,7 +12,7 @@ from torch import nn
 import hasten as L
 from hasten.checkpoint import files
 from tests.callbacks.resuming import SaveAt, assert_resumes_exactly, assert_same, fitted, weights
-from tests.models import Classifier, loader
+from tests.models import Classifier, loader, quiet, same_weights
 
 
 class Accumulating(L.LightningModule):
@@ -152,3 +152,45 @@ def test_gradients_of_two_processes_are_averaged_where_one_goes_on(tmp_path: Pat
 
     fitted(Classifier, list, Look(), ckpt_path=path, accumulate_grad_batches=2)
     assert_same(seen, [2 * gradient for gradient in first["optimizers"].values()])
+
+
+class OwnOptimizer(Classifier):
+    """Steps an optimizer that the Trainer does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = self.optimizer.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(checkpoint["own"])
+
+
+@pytest.mark.parametrize("is_of_lightning", [False, True])
+def test_a_module_without_optimizers_of_the_trainer_resumes(tmp_path: Path, is_of_lightning: bool) -> None:
+    whole, cut = OwnOptimizer(), OwnOptimizer()
+    cut.load_state_dict(whole.state_dict())
+    quiet(max_epochs=2).fit(whole, loader(8))
+    first = quiet(max_epochs=1)
+    first.fit(cut, loader(8))
+    path = tmp_path / "cut.ckpt"
+    first.save_checkpoint(path)
+    if is_of_lightning:  # which writes one empty state; without its counters the epoch counts as complete
+        saved = torch.load(path, weights_only=True)
+        del saved["hasten"], saved["hasten_version"], saved["loops"]
+        torch.save({**saved, "epoch": 0, "optimizer_states": [{}]}, path)
+    resumed, trainer = OwnOptimizer(), quiet(max_epochs=2)
+    trainer.fit(resumed, loader(8), ckpt_path=path)
+    assert trainer.current_epoch == 2
+    assert same_weights(resumed, whole)

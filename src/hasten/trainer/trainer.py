@@ -803,7 +803,9 @@ class Trainer(TrainerView):
 
     def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
         state = RunState(run, self._callbacks, self._datamodule)
-        checkpoint = state.collect(weights_only=weights_only or not run.optimizers)
+        # Before any training there is nothing to continue. A module that steps by itself has no optimizers, and trains.
+        trains = self.state.fn is TrainerFn.FITTING or run.progress.total_batches > 0 or bool(run.optimizers)
+        checkpoint = state.collect(weights_only=weights_only or not trains)
         if run.conventions.checkpoints_have_loops:
             loops = {name: getattr(self, name).state_dict() for name in _LOOPS}
             checkpoint = for_hooks({**checkpoint, "loops": {**checkpoint["loops"], **loops}})
