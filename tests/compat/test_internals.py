@@ -23,7 +23,7 @@ import hasten
 import hasten_lightning
 from hasten.demos import BoringModel
 from tests.fakes import RowLogger
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, loader, quiet, same_weights
 from tests.refusals import refused, warned
 
 
@@ -516,6 +516,21 @@ def test_a_run_is_saved_and_restored_in_its_middle(tmp_path: Path) -> None:
     assert isinstance(trainer._checkpoint_connector, _CheckpointConnector)
     trainer.fit(model)
     assert torch.equal(back.after["layer.weight"], back.before["layer.weight"])
+
+
+def test_a_run_resumes_from_what_a_program_has_dumped_to_a_file(tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+
+    class Dumps(hasten.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            torch.save(trainer._checkpoint_connector.dump_checkpoint(), tmp_path / f"{trainer.current_epoch}.pt")
+
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    whole, resumed = Classifier(), Classifier()
+    Trainer(**options, callbacks=[Dumps()], max_epochs=2).fit(whole, loader(8))
+    Trainer(**options, max_epochs=2).fit(resumed, loader(8), ckpt_path=tmp_path / "0.pt")
+    assert same_weights(resumed, whole)
+    assert same_weights(Classifier.load_from_checkpoint(tmp_path / "1.pt"), whole)
 
 
 def test_optimizers_and_schedulers_are_restored_without_the_counters(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
             fix="Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False.",
         )
     try:
-        _check_entry(checkpoint, _ANY | _TRAINING if training else _ANY, "")
+        # What ``dump_checkpoint`` of Lightning's names returns, and programs write to files, is as hooks see it.
+        _check_entry(from_hooks(dict(checkpoint)), _ANY | _TRAINING if training else _ANY, "")
     except _Wrong as wrong:
         raise make_error(ValueError, f"{source}: {wrong}.", fix=_DAMAGED) from None
 

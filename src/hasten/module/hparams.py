@@ -481,7 +481,7 @@ def construct(
         check_entries(checkpoint, path, training=False)
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     stored = _stored(checkpoint, owner, is_module) if hparams_file is None else _read_hparams(hparams_file)
-    if "hasten_version" in checkpoint:
+    if "hasten_version" in from_hooks(checkpoint):
         stored = _readable_by_attribute(stored, checkpoint.get(f"{key}_of_dicts"))
     if weights_only is False:
         # Files of earlier versions.
