@@ -308,6 +308,25 @@ def test_remote_folders() -> None:
 
 # -- what programs and Lightning rely on
 
+
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_replaced_files_are_removed_where_a_hook_of_a_program_saves(tmp_path: Path, monitor: str | None) -> None:
+    found: list[list[str]] = []
+
+    class Own(ModelCheckpoint):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+            found.append(names(tmp_path))
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            pass
+
+    run(Scripted(val=[3.0, 2.0, 1.0]), Own(tmp_path, "{epoch}", monitor, save_last=True), max_epochs=3)
+    assert found == [[f"epoch={epoch}.ckpt", "last.ckpt"] for epoch in range(3)]
+
+
 # Methods of ModelCheckpoint that programs override, and those that run with and without a monitor alone.
 OVERRIDDEN = {
     "_format_checkpoint_name",

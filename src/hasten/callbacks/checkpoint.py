@@ -184,6 +184,8 @@ class ModelCheckpoint(Checkpoint):
     _resumed: bool = False
     # Whether the current call is an evaluation.
     _evaluates: bool = False
+    # Whether ``last`` is still to be saved before replaced files are removed.
+    _saves_both: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
     _writer: BackgroundWriter | None = None
     _names_aside: dict[str, Any]
@@ -514,9 +516,10 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_files(self, trainer: Trainer, *, ranked: bool) -> None:
         candidates = self._monitor_candidates(trainer)
-        if ranked:
-            self._save_topk_checkpoint(trainer, candidates)
-        self._save_last_checkpoint(trainer, candidates)
+        with set_during(self, _saves_both=True):
+            if ranked:
+                self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
         self._remove_replaced(trainer)
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
@@ -526,6 +529,8 @@ class ModelCheckpoint(Checkpoint):
             self._save_none_monitor_checkpoint(trainer, monitor_candidates)
         else:
             self._save_monitor_checkpoint(trainer, monitor_candidates)
+        if not self._saves_both:  # A hook of a subclass calls this method.
+            self._remove_replaced(trainer)
 
     def _save_none_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         # With save_top_k=-1 all files are kept: none may be overwritten, except under Lightning's names, where programs
@@ -612,6 +617,8 @@ class ModelCheckpoint(Checkpoint):
                 self._link_checkpoint(trainer, just_saved, path)
             else:
                 self._save_checkpoint(trainer, path)
+        if not self._saves_both:
+            self._remove_replaced(trainer)
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
