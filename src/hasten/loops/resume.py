@@ -166,9 +166,7 @@ class RunState:
         run, runtime = self._run, self._run.runtime
         rank = runtime.global_rank
         if not run.conventions.mistakes_are_warnings:
-            # Of a module without optimizers, Lightning writes one empty state.
-            states = [state for state in checkpoint["optimizer_states"] if state or run.optimizers]
-            _check_number("optimizers", states, run.optimizers, source)
+            _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
             _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
         if runtime.strategy.lightning_restore_optimizer:
             if defined_by_program(runtime.strategy, "load_optimizer_state_dict"):
@@ -380,6 +378,9 @@ def _after_exception(run: Run) -> AbstractContextManager[None]:
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
+    if not present:
+        # Of a module without optimizers, Lightning writes one empty state.
+        stored = [state for state in stored if state]
     if len(stored) != len(present):
         raise make_error(
             ValueError,
