@@ -51,6 +51,10 @@ else:
             super().__init__(eval(f"lambda self: self.{path}") if isinstance(path, str) else path)
             self.__doc__ = doc
 
+        def setter(self, fset: Callable[[Any, Any], None]) -> property:
+            """Return a property that can be assigned, for ``@Trainer.current_epoch.setter`` in a subclass."""
+            return property(self.fget, fset, None, self.__doc__)
+
         def __class_getitem__(cls, kind: object) -> type:
             return cls
 

@@ -829,6 +829,90 @@ def test_a_loop_of_a_package_prints_the_results(capsys: pytest.CaptureFixture[st
     assert "metric" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("when", ["before fit", "in a hook"])
+def test_a_program_decides_when_validation_is_due(when: str) -> None:
+    validated: list[int] = []
+
+    def assign(trainer: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        ours = loop._should_check_val_fx
+        loop._should_check_val_fx = lambda fetcher: ours(fetcher) or loop.batch_idx == trainer.val_check_batch // 2 - 1
+
+    class Watches(hasten.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if when == "in a hook":
+                assign(trainer)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            validated.append(trainer.global_step)
+
+    trainer = quiet(max_epochs=2, callbacks=[Watches()], num_sanity_val_steps=0)
+    if when == "before fit":
+        assign(trainer)
+    trainer.fit(Classifier(), loader(24), loader(8))
+    assert validated == [3, 6, 9, 12]
+    if when == "before fit":
+        del trainer.fit_loop.epoch_loop._should_check_val_fx
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(Classifier(), loader(24), loader(8))
+        assert validated == [3, 6, 9, 12, 18]
+
+
+def test_methods_of_loops_that_a_run_does_not_call_cannot_be_replaced() -> None:
+    trainer = quiet()
+    with refused(AttributeError, says="TrainingEpochLoop._should_accumulate cannot be assigned"):
+        trainer.fit_loop.epoch_loop._should_accumulate = lambda: True
+    with refused(AttributeError, says="FitLoop.setup_data cannot be assigned"):
+        trainer.fit_loop.setup_data = lambda: None
+
+
+def test_an_evaluation_loop_within_fit_and_the_values_of_the_epoch() -> None:
+    from lightning.pytorch import Trainer
+
+    seen: list[Any] = []
+
+    class Watches(hasten.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(trainer.fit_loop.epoch_loop.val_loop._has_run)
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            values, steps = trainer._results.metrics(False), trainer._results.metrics(True)
+            assert set(values["callback"]) == {"mean", "mean_epoch"}
+            assert set(values["log"]) == set(values["pbar"]) == {"mean_epoch"}
+            assert set(steps["log"]) == {"mean_step", "train_loss"}
+            (result,) = trainer.fit_loop.epoch_loop.val_loop.run()
+            assert result["val_loss"].item() == trainer.callback_metrics["val_loss"].item()
+
+    class Model(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mean", loss, on_step=True, on_epoch=True, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            seen.append(torch.is_inference_mode_enabled())
+
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    model, trainer = Model(), Trainer(**options, callbacks=[Watches()], max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(model, loader(8), loader(4))
+    assert seen == [False, False, False, True, False, True]
+    trainer.validate_loop.inference_mode = False
+    trainer.validate(model, loader(4), verbose=False)
+    assert seen[6] is trainer.validate_loop.inference_mode is False
+
+
+def test_a_subclass_gives_a_property_of_the_trainer_a_setter() -> None:
+    class Sets(hasten.Trainer):
+        @hasten.Trainer.current_epoch.setter
+        def current_epoch(self, epoch: int) -> None:
+            self.fit_loop.epoch_progress.current.completed = epoch
+
+    trainer = Sets(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.current_epoch = 3
+    assert trainer.current_epoch == 3
+
+
 def test_what_a_loop_reads_and_what_it_predicted() -> None:
     from lightning.pytorch import Callback, Trainer
 

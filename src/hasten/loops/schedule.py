@@ -34,10 +34,16 @@ class ValidationSchedule:
     """Decide after which batches validation is due.
 
     ``interval`` is in batches (int), a share of an epoch (float), optimizer steps or time. Validation runs in every
-    ``every_n_epochs``; None counts ``interval`` over epochs.
+    ``every_n_epochs``; None counts ``interval`` over epochs. ``decided_by`` is a program's own rule in their place.
     """
 
-    def __init__(self, interval: int | float | Period, every_n_epochs: int | None) -> None:
+    def __init__(
+        self,
+        interval: int | float | Period,
+        every_n_epochs: int | None,
+        decided_by: Callable[[object], object] | None = None,
+    ) -> None:
+        self.decided_by = decided_by
         self._last_seconds = time.monotonic()
         self.change(interval, every_n_epochs)
 
@@ -90,6 +96,13 @@ class ValidationSchedule:
 
     def due(self, run: Run) -> bool:
         """Return whether validation is due after the batch just done."""
+        if self.decided_by is None:
+            return self.due_by_interval(run)
+        # Lightning passes what fetches the batches.
+        return not run.data.validation.is_off() and bool(self.decided_by(None))
+
+    def due_by_interval(self, run: Run) -> bool:
+        """Return the same, by the arguments of the Trainer."""
         progress = run.progress
         if not self.due_in(progress.epoch) or run.data.validation.is_off():
             return False
@@ -114,6 +127,8 @@ class ValidationSchedule:
         """Return the next ``total_batches`` at which ``due`` must be checked; it also is at the end of an epoch."""
         if run.data.validation.is_off(loads=False) or self.per_batch:
             return math.inf
+        if self.decided_by is not None:
+            return 0.0  # after each batch
         every = self.batches_between(run.data.train.limit)
         if math.isinf(every):
             return math.inf

@@ -70,6 +70,8 @@ class TrainerSettings:
     _given: dict[str, Any]
     _run: Run | None
     _accumulate_grad_batches: int
+    # A program's own rule for when validation is due.
+    _validation_decided_by: Callable[[object], object] | None = None
 
     max_epochs = Setting[int]("Epochs to train; -1 for no limit.", settable=False)
     min_epochs = Setting[int | None]("Epochs to train before a callback may stop the run.", settable=False)
@@ -138,6 +140,13 @@ class TrainerSettings:
             else:
                 continue
             warn_once(f"assigned {name}", f"trainer.{name} was set, which nothing reads.", fix=f"Write {instead}.")
+
+    def _decide_validation(self, decide: Callable[[object], object] | None) -> None:
+        """Ask ``decide`` after each batch whether validation is due; None asks the arguments again."""
+        self._validation_decided_by = decide
+        if self._run is not None:
+            self._run.data.validation_schedule.decided_by = decide
+            self._run.changed = True
 
     def _change(self, name: str, value: Any) -> None:
         self._arguments = table.changed(self._arguments, name, value)

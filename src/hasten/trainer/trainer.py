@@ -674,7 +674,9 @@ class Trainer(TrainerView):
             validation=source("validate", arguments.limit_val_batches),
             test=source("test", arguments.limit_test_batches),
             predict=source("predict", arguments.limit_predict_batches),
-            validation_schedule=ValidationSchedule(arguments.val_check_interval, arguments.check_val_every_n_epoch),
+            validation_schedule=ValidationSchedule(
+                arguments.val_check_interval, arguments.check_val_every_n_epoch, self._validation_decided_by
+            ),
         )
         run = Run(
             arguments=arguments, runtime=runtime, module=module, wrapped=module, hooks=self._hooks,

@@ -13,6 +13,7 @@ from hasten.trainer.parts import default_logger
 from hasten_lightning.loops.views import evaluation_loop
 
 if TYPE_CHECKING:
+    from hasten.logged_value import LoggedValue
     from hasten.logged_values import LoggedValues
     from hasten.loggers.base import Logger
     from hasten.trainer.properties import TrainerView
@@ -69,11 +70,27 @@ class Results(Mapping[str, ResultMetric]):
         """What was logged, by hook and name."""
         return list(self.values())
 
+    def metrics(self, on_step: bool) -> dict[str, dict[str, Any]]:
+        """Return the values of the latest step, or of the epoch, for callbacks, loggers and progress bar."""
+        logged = self._logged
+        values = [each for each in self._of_stage() if (each.on_step if on_step else each.on_epoch)]
+        names = {each.step_name if on_step else each.epoch_name for each in values}
+        places: dict[str, tuple[Mapping[str, Any], set[str]]] = {
+            "callback": (logged.callback_metrics(), names | {each.base_name for each in values}),
+            "log": (logged.logged_metrics(), names),
+            "pbar": (logged.bar_metrics(), names),
+        }
+        return {
+            place: {name: value for name, value in shown.items() if name in wanted}
+            for place, (shown, wanted) in places.items()
+        }
+
+    def _of_stage(self) -> list[LoggedValue]:
+        return [each for each in self._logged.all_values() if (each.row.stage == "train") == self.training]
+
     def _by_name(self) -> dict[str, ResultMetric]:
         found = {}
-        for each in self._logged.all_values():
-            if (each.row.stage == "train") != self.training:
-                continue
+        for each in self._of_stage():
             loader = each.loader_suffix.replace("/dataloader_idx_", ".")
             meta = Metadata(
                 each.row.name + loader,

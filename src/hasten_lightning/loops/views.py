@@ -9,6 +9,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten.data.combined import CombinedLoader
@@ -114,7 +117,7 @@ class LoopView(Loop):
 
     # The attributes with counters and loops.
     _names: tuple[str, ...] = ()
-    # What a subclass that replaces a loop may add: the run calls it.
+    # What a subclass that replaces a loop may add, and a program assign: the run calls it.
     _called: frozenset[str] = frozenset()
 
     _arguments = ReadOnly["Arguments"]("_trainer._arguments", "The arguments of the Trainer.")
@@ -136,8 +139,10 @@ class LoopView(Loop):
 
     def __setattr__(self, name: str, value: Any) -> None:
         ours = hasattr(type(self), name)
+        is_ignored = callable(getattr(type(self), name, None)) and name not in self._called
         own = conventions.current().mistakes_are_warnings and not ours  # Packages keep attributes of their own here.
-        if own or name.startswith("_") or isinstance(getattr(type(self), name, None), property | Setting):
+        is_settable = name.startswith("_") or isinstance(getattr(type(self), name, None), property | Setting)
+        if own or (is_settable and not is_ignored):
             object.__setattr__(self, name, value)
             return
         known = "has" if ours else "has no"
@@ -208,6 +213,7 @@ class TrainingEpochLoop(LoopView):
     """``trainer.fit_loop.epoch_loop``."""
 
     _names = ("batch_progress", "scheduler_progress", "automatic_optimization", "manual_optimization", "val_loop")
+    _called = frozenset({"_should_check_val_fx"})
     max_steps = Setting[int](_MAX_STEPS)
     min_steps = Setting[int | None](_MIN_STEPS)
 
@@ -225,6 +231,16 @@ class TrainingEpochLoop(LoopView):
         "Index of the batch in this epoch, the last one after it; -1 before the first.",
     )
     total_batch_idx = ReadOnly[int]("batch_progress.total.ready - 1", "The same, counted over the run.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_should_check_val_fx":
+            self._trainer._decide_validation(value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name == "_should_check_val_fx":
+            self._trainer._decide_validation(None)
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -298,9 +314,9 @@ class TrainingEpochLoop(LoopView):
         return due and self._trainer.enable_validation
 
     def _should_check_val_fx(self, data_fetcher: object = None) -> bool:
-        """Return whether validation is due after the batch just done."""
+        """Return whether validation is due after the batch just done, by the arguments; programs assign other rules."""
         run = self._trainer._run
-        return run is not None and run.data.validation_schedule.due(run)
+        return run is not None and run.data.validation_schedule.due_by_interval(run)
 
     def _current_steps(self, config: LRSchedulerConfig) -> int:
         progress = self._trainer.progress
@@ -501,10 +517,27 @@ class EvaluationLoop(SourceLoop):
             raise make_error(ValueError, what, fix=f"Write Trainer(inference_mode={inference_mode}).")
 
     @property
+    def _stage(self) -> str:
+        return {"validation": "validate"}.get(self._name, self._name)
+
+    @property
+    def _is_mine(self) -> bool:
+        """Whether the run is a call that this loop is of: ``fit``, or an evaluation."""
+        run = self._trainer._run
+        return run is not None and (run.state.fn is TrainerFn.FITTING) == self._in_fit
+
+    @property
+    def _has_run(self) -> bool:
+        """Whether the call has evaluated, or does now; the sanity check does not count."""
+        run = self._trainer._run
+        if run is None or not self._is_mine or self._trainer.sanity_checking:
+            return False
+        return self._stage in run.evaluation.batches or run.evaluation.stage == self._stage
+
+    @property
     def batch_progress(self) -> LoopCounts:
         """The batches of this evaluation, or of the last one."""
-        run, stage = self._trainer._run, {"validation": "validate"}.get(self._name, self._name)
-        mine = run is not None and (run.state.fn is TrainerFn.FITTING) == self._in_fit
+        run, stage, mine = self._trainer._run, self._stage, self._is_mine
         done, hook = 0, ""
         if mine and run is not None:
             running = run.evaluation.stage == stage
@@ -524,10 +557,12 @@ class EvaluationLoop(SourceLoop):
         is_last = bool(mine and done + 1 >= sum(self.max_batches) and (done or ahead or after))
         return BatchCounts(count(total), count(done), is_last)
 
-    def run(self) -> list[dict[str, float]]:
+    def run(self) -> list[dict[str, Tensor]]:
         """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
         run, source = self._trainer.current_run, self._trainer._source(self._name)
-        return [] if source is None or source.is_off() else evaluate_within(run, source)
+        results = [] if source is None or source.is_off() else evaluate_within(run, source)
+        # The calls of the Trainer return numbers, a loop what programs read with ``item()``.
+        return [{name: torch.tensor(value) for name, value in result.items()} for result in results]
 
     @property
     def max_batches(self) -> list[float]:
@@ -542,8 +577,13 @@ class EvaluationLoop(SourceLoop):
 
     @property
     def inference_mode(self) -> bool:
-        """Whether the evaluation runs in inference mode, which one within fit does not."""
+        """Whether the evaluation runs in inference mode, which one within fit does not; one setting for all others."""
         return self._trainer._arguments.inference_mode and not self._in_fit
+
+    @inference_mode.setter
+    def inference_mode(self, inference_mode: bool) -> None:
+        if not self._in_fit:
+            self._change("inference_mode", inference_mode)
 
     @property
     def verbose(self) -> bool:
