@@ -17,7 +17,7 @@ from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
 from hasten_lightning.internals.devices import warn_of_idle_devices
-from hasten_lightning.internals.hooks import CallbackConnector
+from hasten_lightning.internals.hooks import CallbackConnector, DataConnector
 from hasten_lightning.internals.modules import with_external_callbacks
 from hasten_lightning.internals.results import Results
 from hasten_lightning.loops.views import EvaluationLoop, evaluation_loop
@@ -128,6 +128,10 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     @property
     def _callback_connector(self) -> CallbackConnector:
         return CallbackConnector(self)
+
+    @property
+    def _data_connector(self) -> DataConnector:
+        return DataConnector(self)
 
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:

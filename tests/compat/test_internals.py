@@ -902,6 +902,26 @@ def test_an_evaluation_loop_within_fit_and_the_values_of_the_epoch() -> None:
     assert seen[6] is trainer.validate_loop.inference_mode is False
 
 
+def test_a_module_reads_the_datamodule_of_the_data_connector() -> None:
+    from lightning.pytorch import LightningDataModule, Trainer
+
+    class Data(LightningDataModule):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+    class Model(Classifier):
+        def configure_optimizers(self) -> Any:
+            connector = self.trainer._data_connector
+            assert connector.trainer is self.trainer
+            assert connector._datahook_selector == (self, self.trainer.datamodule)
+            return super().configure_optimizers()
+
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(**options, max_epochs=1)
+    trainer.fit(Model(), datamodule=Data())
+    assert trainer.global_step == 2
+
+
 def test_a_subclass_gives_a_property_of_the_trainer_a_setter() -> None:
     class Sets(hasten.Trainer):
         @hasten.Trainer.current_epoch.setter

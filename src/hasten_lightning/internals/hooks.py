@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.callbacks import Checkpoint, EarlyStopping
 
 if TYPE_CHECKING:
-    from hasten import Callback, LightningModule, Trainer
+    from hasten import Callback, LightningDataModule, LightningModule, Trainer
 
 
 def call_lightning_module_hook(
@@ -57,6 +57,24 @@ def _call(trainer: Trainer, owner: Any, hook_name: str, action: str, *args: obje
         return None
     with trainer.profiler.profile(action):
         return hook(*args, **kwargs)
+
+
+class DataHookSelector(NamedTuple):
+    """The objects with the hooks that load and move batches."""
+
+    model: LightningModule | None
+    datamodule: LightningDataModule | None
+
+
+class DataConnector:
+    """Where the data of a Trainer's call comes from, for programs that read it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def _datahook_selector(self) -> DataHookSelector:
+        return DataHookSelector(self.trainer.lightning_module, self.trainer.datamodule)
 
 
 class CallbackConnector:
