@@ -516,10 +516,13 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_files(self, trainer: Trainer, *, ranked: bool) -> None:
         candidates = self._monitor_candidates(trainer)
-        with set_during(self, _saves_both=True):
+        self._saves_both = True
+        try:
             if ranked:
                 self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
+        finally:
+            self._saves_both = False
         self._remove_replaced(trainer)
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
