@@ -595,3 +595,28 @@ def test_step_values_of_several_processes_are_reduced_where_they_are_read() -> N
     assert values["sum"] == 3.0
     assert values["most_step"] == values["most_epoch"] == 4.0
     assert values["own"] == trainer.global_rank
+
+
+class SavesAtTheEnd(Logs):
+    """Saves itself at the end of an epoch, when the values of the epoch have been computed."""
+
+    path: Any = None
+
+    def on_train_epoch_end(self) -> None:
+        if self.path is not None:
+            self.trainer.save_checkpoint(self.path)
+
+
+def test_a_run_resumed_at_the_end_of_an_epoch_that_was_cut_short_logs_the_rest_of_it(tmp_path: Path) -> None:
+    def log(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("mean", float(batch_idx), on_epoch=True, on_step=False)
+        module.log("largest", torch.tensor(-float(batch_idx)), on_epoch=True, on_step=False, reduce_fx="max")
+
+    batches = [torch.ones(2, 1)] * 5
+    cut = SavesAtTheEnd(train=log)
+    cut.path = tmp_path / "cut.ckpt"
+    quiet(max_steps=2).fit(cut, batches)
+    resumed = quiet(max_epochs=1)
+    resumed.fit(SavesAtTheEnd(train=log), batches, ckpt_path=cut.path)
+    values = {name: value.item() for name, value in resumed.callback_metrics.items()}
+    assert (resumed.global_step, values) == (5, {"mean": 3.0, "largest": -2.0})

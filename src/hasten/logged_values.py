@@ -772,8 +772,18 @@ class LoggedValues:
             **{name: value for name, value in ending.items() if value},
         }
 
-    def load_state_dict(self, state: dict[str, Any], rows: Mapping[str, Hook], metric_at: Callable[[str], Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        rows: Mapping[str, Hook],
+        metric_at: Callable[[str], Any],
+        *,
+        epoch_goes_on: bool = False,
+    ) -> None:
+        """Restore what ``state_dict`` returned.
+
+        ``epoch_goes_on`` says that batches of the epoch are left, although it may have ended: a limit cut it short.
+        """
         self.callback_values = dict(state["callback"])
         self.logger_values = dict(state["logged"])
         self.bar_values = dict(state["bar"])
@@ -786,6 +796,9 @@ class LoggedValues:
             logged = self.context_of(row).values[entry["name"]] = LoggedValue(entry["name"], self, row)
             metric = None if entry["metric"] is None else metric_at(entry["metric"])
             logged.load_state_dict(entry, metric, self._runtime.device)
+            if epoch_goes_on and logged.weight is None:
+                # Computed and published when the epoch ended: the rest of the epoch begins anew.
+                logged.reset()
         callback, loggers = ({name for place, name in state.get("outdated", ()) if place == each} for each in _PLACES)
         self._outdate("", callback, loggers)
 

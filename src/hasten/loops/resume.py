@@ -247,7 +247,8 @@ class RunState:
                 # Of larger batches, or with more processes, fewer are done; maybe none.
                 progress.batch, progress.begun = batch, progress.begun or not batch
         rows = {row.name: row for row in HOOKS} | STEPS
-        run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
+        goes_on = progress.mid_epoch and not progress.last_batch
+        run.logged.load_state_dict(state["values"], rows, run.module.get_submodule, epoch_goes_on=goes_on)
         run.window.weight, run.window.resumed_divisor = state["window_weight"], state.get("window_divisor")
         run.resume.guard = state.get("guard")
         ToggledParameters(run.module).load_state_dict(state.get("toggled") or {})
