@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -383,6 +384,23 @@ def train_with_fabric(devices: int, strategy: Any, folder: Path) -> tuple[dict[s
 def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
     expected = train_with_fabric(2, "ddp", tmp_path)
     torch.testing.assert_close(train_with_fabric(2, "fsdp", tmp_path), expected)
+
+
+@pytest.mark.world_size(2)
+def test_gradients_are_clipped_by_any_norm_where_a_process_has_no_part_of_one() -> None:
+    def clipped(strategy: str, norm_type: Any) -> tuple[dict[str, Tensor], Tensor]:
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(0)
+        module = nn.Linear(3, 1)  # One row, which the first process has.
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 3)).pow(2).sum())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.1, norm_type=norm_type)
+        optimizer.step()
+        return whole(module), norm
+
+    for norm_type in (math.inf, "inf", 1):
+        torch.testing.assert_close(clipped("fsdp", norm_type), clipped("ddp", norm_type))
 
 
 @pytest.mark.parametrize(

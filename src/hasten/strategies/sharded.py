@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -382,7 +383,7 @@ class DTensorEngine(StepEngine):
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = self.total_norm(parameters, norm_type)
+        total = self.total_norm(parameters, float(norm_type))  # torch takes "inf" as well.
         if error_if_nonfinite and not torch.isfinite(total):
             raise make_error(
                 RuntimeError,
@@ -533,6 +534,9 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
         groups.setdefault(key, []).append(gradient)
     norms: list[Tensor] = []
     for alike in groups.values():
+        if norm_type == math.inf and is_sharded(alike[0]):
+            norms.append(_largest(alike))
+            continue
         norm: Any = nn.utils.get_total_norm(alike, norm_type=norm_type)
         norms.append(norm.full_tensor() if is_sharded(norm) else norm)
     if len(norms) == 1:
@@ -540,6 +544,17 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
     result: Tensor = torch.linalg.vector_norm(together, norm_type)
     return result
+
+
+def _largest(gradients: list[Any]) -> Tensor:
+    """Return the largest size of an element of gradients divided alike; torch refuses that of an empty part."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = gradients[0].device_mesh
+    parts = [part for part in map(local_part, gradients) if part.numel()]
+    own = nn.utils.get_total_norm(parts, norm_type=math.inf) if parts else local_part(gradients[0]).new_zeros(())
+    largest: Tensor = DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+    return largest
 
 
 def stored_items(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
