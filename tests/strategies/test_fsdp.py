@@ -387,6 +387,26 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
+def test_an_optimizer_that_has_a_state_from_the_start_is_made_after_the_module_is_set_up() -> None:
+    def trained(strategy: str) -> dict[str, Tensor]:
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(0)
+        module = nn.Linear(3, 2)
+        before = torch.optim.Adagrad(module.parameters(), lr=0.1)
+        model = fabric.setup_module(module)
+        if strategy == "fsdp":
+            with refused(ValueError, fix="of the module that fabric.setup_module() returns"):
+                fabric.setup_optimizers(before)
+        optimizer = fabric.setup_optimizers(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 3)).pow(2).sum())
+        optimizer.step()
+        return whole(module)
+
+    torch.testing.assert_close(trained("fsdp"), trained("ddp"))
+
+
+@pytest.mark.world_size(2)
 def test_gradients_are_clipped_by_any_norm_where_a_process_has_no_part_of_one() -> None:
     def clipped(strategy: str, norm_type: Any) -> tuple[dict[str, Tensor], Tensor]:
         fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)

@@ -436,7 +436,10 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], 
                     ValueError,
                     f"Fabric.{method}(): {type(optimizer).__name__} holds the state of whole parameters, which are "
                     "sharded now.",
-                    fix="Set it up before its first step, or load its state after setup with fabric.load().",
+                    fix=(
+                        "Set it up before its first step, or load its state after setup with fabric.load(). Make one "
+                        "that begins with a state, such as Adagrad, of the module that fabric.setup_module() returns."
+                    ),
                 )
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
