@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from docstrings import in_markdown  # noqa: E402
 
 from hasten._lib.errors import is_absent  # noqa: E402
+from hasten._lib.names import Elsewhere  # noqa: E402
 
 LOG = logging.getLogger("mkdocs.hooks.site")
 
@@ -60,6 +61,41 @@ BOOST = {
     "examples.md": 0.3,
     "contributing.md": 0.3,
     "changelog.md": 0.1,
+}
+# What readers search for, where a page or a heading has other words. The search counts them like a title.
+KEYWORDS = {
+    "cli.html": "config file yaml configuration arguments argparse hydra",
+    "cookbook/data.html#a-datamodule-and-predictions-in-a-file": "predict write save predictions results",
+    "cookbook/models.html#train-the-head-first-then-everything": "freeze unfreeze layers backbone transfer finetuning",
+    "cookbook/models.html#two-optimizers-a-gan": "manual optimization multiple several optimizers",
+    "cookbook/training.html#a-large-batch-in-little-memory-with-clipped-gradients": (
+        "gradient clipping clip gradients gradient_clip_val accumulation accumulate_grad_batches"
+    ),
+    "cookbook/training.html#cross-validation": "cross validation kfold folds",
+    "cookbook/training.html#evaluate-an-average-of-the-weights": "exponential moving average ema swa",
+    "cookbook/training.html#log-to-tensorboard-and-to-a-file": "wandb weights biases mlflow comet logger",
+    "cookbook/training.html#metrics-over-the-whole-epoch": "metrics accuracy f1 confusion matrix torchmetrics",
+    "cookbook/training.html#repeat-a-run-seeds": "seed_everything reproducibility reproducible deterministic random",
+    "cookbook/training.html#see-where-the-time-goes": "profiler profiling profile slow bottleneck",
+    "cookbook/training.html#stop-early-when-the-loss-no-longer-improves": "early stopping EarlyStopping patience",
+    "eject.html": "uninstall remove",
+    "guides/callbacks.html#what-a-trainer-has-by-default": "disable progress bar model summary checkpoints",
+    "guides/checkpoints.html": "save best model",
+    "guides/checkpoints.html#load-a-model": "load_from_checkpoint weights pretrained hyperparameters",
+    "guides/data.html#several-training-loaders": "multiple dataloaders",
+    "guides/learning_rates.html": "learning rate scheduler schedule warmup",
+    "guides/learning_rates.html#two-groups-two-rates": "weight decay parameter groups",
+    "guides/many_devices.html": "ddp distributed multiple multi gpu",
+    "guides/validation.html#fewer-batches": "debug debugging fast_dev_run overfit_batches limit_train_batches",
+    "guides/validation.html#several-loaders": "multiple several validation dataloaders",
+    "guides/validation.html#validate-test-and-predict-without-training": "inference prediction predictions evaluate",
+    "guides/validation.html#when-validation-runs": (
+        "validate every steps batches epochs val_check_interval check_val_every_n_epoch"
+    ),
+    "launch.html#slurm": "run sbatch srun job cluster",
+    "processes.html#when-a-process-is-late-or-stuck": "hang hangs timeout deadlock",
+    "progress.html": "progress bar tqdm",
+    "speed/compile.html": "torch.compile inductor",
 }
 # Where pages and parts of pages have moved: the address before, and that of today.
 MOVED = {
@@ -165,6 +201,8 @@ GROUPS = {
 }
 # Methods of the Trainer that are functions of another module.
 TOOLS = ("advise", "check", "eject")
+# Tables show these after what every program calls.
+SELDOM = ("with_arguments", "change_arguments", *TOOLS)
 # Classes that users mostly call, and what authors override of them.
 CALLED: dict[str, tuple[str, ...]] = {"Trainer": (), "Fabric": ("run",)}
 # Methods that authors of other classes override; they call the rest.
@@ -317,12 +355,15 @@ def summary(owner: type, path: str) -> tuple[list[str], list[str]]:
     """
     rows: dict[str, list[str]] = {group: [] for group in GROUPS}
     elsewhere: list[str] = []
-    for name in dict.fromkeys(name for each in owner.__mro__ for name in vars(each)):
+    names = dict.fromkeys(name for each in owner.__mro__ for name in vars(each))
+    for name in sorted(names, key=lambda name: name in SELDOM):
         home = next(each for each in owner.__mro__ if name in vars(each))
         thing = vars(home)[name]
         function = inspect.unwrap(getattr(thing, "fget", None) or getattr(thing, "__func__", thing))
         if name.startswith("_") or not (home.__module__.startswith("hasten") and hasattr(thing, "__get__")):
             continue
+        if isinstance(thing, Elsewhere):
+            continue  # A name of another library, which only says what to write.
         # Functions that tools use, and hooks that are made from others, have no text of their own.
         here = getattr(function, "__qualname__", "") == f"{home.__qualname__}.{name}" and bool(function.__doc__)
         if (
@@ -520,7 +561,16 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Write a page at each address before that leads to the one of today."""
+    """Add the keywords to the search, and write a page at each address before that leads to the one of today."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    search = json.loads(index.read_text(encoding="utf-8"))
+    parts = {part["location"]: part for part in search["docs"]}
+    for address, words in KEYWORDS.items():
+        if address in parts:
+            parts[address]["keywords"] = words
+        else:
+            LOG.warning("KEYWORDS names %s, which is no page or heading of the site", address)
+    index.write_text(json.dumps(search, separators=(",", ":")), encoding="utf-8")
     for before, there in MOVED.items():
         if "#" not in before:
             link = relative(there, before)

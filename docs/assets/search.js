@@ -6,8 +6,9 @@ const SMALL = new Set(
 
 function withoutSmallWords(query) {
   if (/["*~^+:]/.test(query)) return query; // The reader searches for a phrase, or uses the search's own signs.
-  const words = query.split(/\s+/).filter(Boolean);
-  const rest = words.filter((word) => !SMALL.has(word.toLowerCase().replace(/[?.,!]+$/, "")));
+  // Of `self.log` and `torch.compile`, the name is what pages are about.
+  const words = query.split(/\s+/).map((word) => word.replace(/^(self|torch|hasten|L)\.(?=\w)/, ""));
+  const rest = words.filter((word) => word.length > 1 && !SMALL.has(word.toLowerCase().replace(/[?.,!]+$/, "")));
   return rest.length ? rest.join(" ") : query;
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import hasten
 from hasten_tools.demo.task import ENGINEERS_LOOP
 from tests.docs import measured
 from tests.docs.measured import table
@@ -91,6 +92,23 @@ QUESTIONS = {
     "leave": ("eject",),
     "stop early": ("cookbook/training", "guides/callbacks"),
     "bf16": ("guides/precision", "speed/precision"),
+    "best model": ("guides/checkpoints",),
+    "validate every 500 steps": ("guides/validation",),
+    "multiple dataloaders": ("guides/validation", "guides/data"),
+    "lr scheduler warmup": ("guides/learning_rates",),
+    "gradient clipping": ("cookbook/training",),
+    "early stopping": ("cookbook/training",),
+    "freeze layers": ("cookbook/models",),
+    "wandb": ("cookbook/training",),
+    "num_workers": ("speed/data_loading",),
+    "seed": ("cookbook/training",),
+    "write predictions": ("cookbook/data",),
+    "profiler": ("cookbook/training",),
+    "config file": ("cli",),
+    "slurm": ("launch", "engines"),
+    "manual optimization": ("cookbook/models",),
+    "torch.compile": ("speed/compile",),
+    "fast_dev_run": ("guides/validation",),
 }
 
 
@@ -99,12 +117,15 @@ def test_questions_of_the_first_day_are_two_clicks_and_one_search_away(site: tup
     one = linked(folder, "index.html")
     two = one | {page for first in one if not first.startswith("files/") for page in linked(folder, first)}
     documents = json.loads((folder / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
-    titles = [re.findall(r"\w+", document["title"].lower()) for document in documents]
+    fields = [
+        [re.findall(r"\w+", document.get(field, "").lower()) for document in documents]
+        for field in ("title", "keywords")
+    ]
     far, lost = [], []
     for query, pages in QUESTIONS.items():
         answer = next(page for page in pages if (folder / f"{page}.html").exists())
         far += [query] if f"{answer}.html" not in two else []
-        found = searched(query, documents, titles)
+        found = searched(query, documents, fields)
         lost += [(query, found)] if f"{answer}.html" not in found else []
     assert (far, lost) == ([], [])
 
@@ -117,21 +138,25 @@ def linked(folder: Path, page: str) -> set[str]:
     return {path for path in found if (folder / path).exists()}
 
 
-def searched(query: str, documents: list[dict[str, Any]], titles: list[list[str]]) -> list[str]:
-    """Return the three pages that a search finds first: titles count most, as in the search of the site."""
-    words = [word for word in query.lower().split() if len(word) > 2]
-    weights = {}
-    for word in words:
-        holders = sum(any(each.startswith(word) for each in title) for title in titles)
-        weights[word] = math.log(1 + len(titles) / (1 + holders))
+def searched(query: str, documents: list[dict[str, Any]], fields: list[list[list[str]]]) -> list[str]:
+    """Return the three pages that a search finds first: titles and keywords count most, as in the site's search."""
+    words = [word for word in re.findall(r"\w+", query.lower()) if len(word) > 2]
     pages: dict[str, float] = {}
-    for document, title in zip(documents, titles, strict=True):
-        # A short title is more about its words than a long one.
-        hits = {word: sum(each.startswith(word) for each in title) / (1 + len(title) / 5) for word in words}
-        score = document.get("boost", 1) * sum(weights[word] * hits[word] for word in words)
-        page = document["location"].partition("#")[0]
-        pages[page] = max(pages.get(page, 0.0), score)
+    for texts in fields:
+        for document, score in zip(documents, scores(words, texts), strict=True):
+            page = document["location"].partition("#")[0]
+            pages[page] = max(pages.get(page, 0.0), document.get("boost", 1) * score)
     return sorted(pages, key=lambda page: -pages[page])[:3]
+
+
+def scores(words: list[str], texts: list[list[str]]) -> list[float]:
+    """Return how well each text answers a search: rare words count more, and a short text is more about its words."""
+    holders = {word: sum(any(each.startswith(word) for each in text) for text in texts) for word in words}
+    weights = {word: math.log(1 + len(texts) / (1 + holders[word])) for word in words}
+    return [
+        sum(weights[word] * sum(each.startswith(word) for each in text) for word in words) / (1 + len(text) / 5)
+        for text in texts
+    ]
 
 
 def test_old_addresses_lead_on(site: tuple[Path, list[str]]) -> None:
@@ -186,6 +211,13 @@ def test_the_reference_has_each_public_name(site: tuple[Path, list[str]]) -> Non
     }
     names = {f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__}
     assert sorted(names - anchors) == [], "add the module to REFERENCE in scripts/site.py"
+
+
+def test_tables_of_the_reference_name_what_a_class_has_and_begin_with_what_every_program_calls() -> None:
+    rows, _ = script().summary(hasten.Trainer, "Trainer")
+    names = re.findall(r"^\| \[?`(\w+)`", "\n".join(rows), re.MULTILINE)
+    assert names[:4] == ["fit", "validate", "test", "predict"]
+    assert [name for name in names if name not in dir(hasten.Trainer(accelerator="cpu", logger=False))] == []
 
 
 def test_the_measured_factors_are_those_of_the_results() -> None:

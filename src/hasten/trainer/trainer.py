@@ -365,7 +365,7 @@ class Trainer(TrainerView):
         ckpt_path: PathLike | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train.
+        """Train a module, and validate it if there is validation data.
 
         Args:
             model: the module.
@@ -381,6 +381,16 @@ class Trainer(TrainerView):
             TypeError: ``model`` is not a LightningModule.
             ValueError: something the run needs is missing or does not fit.
             FileNotFoundError: ``ckpt_path`` does not exist.
+
+        Example::
+
+            >>> import hasten as L
+            >>> from hasten.demos import BoringModel
+            >>> options = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+            >>> trainer = L.Trainer(max_epochs=2, limit_train_batches=3, **options)
+            >>> trainer.fit(BoringModel())
+            >>> trainer.global_step
+            6
 
         """
         if isinstance(train_dataloaders, LightningDataModule):
