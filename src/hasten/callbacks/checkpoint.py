@@ -122,7 +122,7 @@ class ModelCheckpoint(Checkpoint):
         verbose: report what is saved.
         save_last: also keep ``last.ckpt``; ``"link"`` makes it a symbolic link to a file that was just saved.
         save_top_k: how many of the best to keep; -1 for all, 0 for none.
-        keep_latest_k: with ``save_top_k=-1``, keep this many of the newest files, as torchtitan does; None for all.
+        keep_latest_k: with ``save_top_k=-1``, keep this many of the newest files; None for all.
         keep_for: with ``save_top_k=-1``, keep files this long after they are saved, such as ``"7d"``; None for ever.
             With both, a file is removed when neither keeps it. The newest file, the best one by ``monitor`` and the one
             from which this run resumed always stay. Files are removed when the next one has been saved.

@@ -52,7 +52,7 @@ class WeightAveraging(Callback):
     are not floating-point are copied, and ``trainer.validate`` uses the weights it is given.
 
     Args:
-        device: where the average lives; by default where the module does.
+        device: where the average is kept; by default on the device of the module.
         use_buffers: average the buffers too (the statistics of batch normalization, for instance) instead of copying
             them.
         kwargs: ``avg_fn(averaged, current, num_averaged)``, which returns the new average of a parameter, or
@@ -423,7 +423,7 @@ class EMAWeightAveraging(WeightAveraging):
     for those alone.
 
     Args:
-        device: where the average lives; by default where the module does.
+        device: where the average is kept; by default on the device of the module.
         use_buffers: average the buffers too instead of copying them.
         decay: share of the average that an update keeps, from 0 to 1.
         update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none.
@@ -506,7 +506,7 @@ class StochasticWeightAveraging(WeightAveraging):
         annealing_epochs: epochs in which the learning rate gets there; 0 for at once.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: takes (average, weights, number averaged so far), returns the new average; the mean by default.
-        device: where the average lives; None for where the module does.
+        device: where the average is kept; None for the device of the module.
 
     Raises:
         MisconfigurationException: an argument is out of range; when fit begins, if the run has several optimizers or
