@@ -415,7 +415,9 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
                 continue
             shown[path or short] = (page, name)
             rows.append(f"| [`{short}`]({page}.md#{name}) | {first_sentence(thing) if path else ''} |")
-            text += [f'<span id="{name}"></span>', ""]
+            # Where the public name is the path, the heading of the docstring has this anchor.
+            has_anchor = whole and name == path and not is_absent(thing)
+            text += [] if has_anchor else [f'<span id="{name}"></span>', ""]
             if path is None:
                 is_object = inspect.isclass(thing) or inspect.isroutine(thing)
                 value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
