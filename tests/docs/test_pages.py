@@ -91,6 +91,18 @@ def test_the_size_that_a_page_names_is_that_of_the_tree(page: str) -> None:
         assert int(found.replace(",", "")) == pytest.approx(count, rel=0.05)
 
 
+@pytest.mark.parametrize("page", ["docs/cookbook/index.md", "docs/cookbook/models.md", "examples/README.md"])
+def test_programs_are_as_short_as_a_page_says(page: str) -> None:
+    says = re.search(r"at most (\d+) lines", (ROOT / page).read_text(encoding="utf-8"))
+    assert says is not None
+    if page.startswith("docs/"):
+        cookbook = [f"docs/cookbook/{path.name}" for path in (ROOT / "docs/cookbook").glob("*.md")]
+        lengths = {f"{each.page}:{each.line}": each.text.count("\n") for name in cookbook for each in blocks_of(name)}
+    else:
+        lengths = {path.name: len(path.read_text("utf-8").splitlines()) for path in (ROOT / "examples").glob("*.py")}
+    assert {where: lines for where, lines in lengths.items() if lines > int(says[1])} == {}
+
+
 def test_sentences_are_told_apart() -> None:
     text = (
         "---\ntitle: A b\n---\n# Title\n\nOne is, e.g. this\none. `Two. Three.` is [a link](x.md). 4 is last.\n\n"

@@ -59,8 +59,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
 WARNINGS = (
     "It does not protect against someone who wants to change the file",
     "Pass it only for files you trust",
-    "`hasten run`, `hasten advise` and `LightningCLI` run the program that you name",
-    "Do not run configs",
+    "`hasten run`, `launch`, `check`, `advise`, `plan` and `eject` run the program that you name",
+    "A config may name any class that can be imported",
+    "Do not run programs and configs",
     "Processes of one run exchange pickled objects",
     "Run them in a network you trust",
 )
