@@ -281,7 +281,7 @@ class Fabric(RuntimeView):
         move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:
-        """Make a module and its optimizers ready.
+        """Prepare a module and its optimizers for the device, strategy and precision of the run.
 
         Args:
             module: the model. A compiled module stays compiled, inside the wrapper of the strategy.
@@ -311,12 +311,12 @@ class Fabric(RuntimeView):
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> FabricModule:
-        """Make a module ready; see ``setup``."""
+        """Prepare a module; see ``setup``."""
         self._require_launch("setup_module")
         return self._wrapped_module(module, "setup_module", move_to_device)[0]
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Make optimizers ready.
+        """Prepare optimizers for the strategy and precision of the run.
 
         Args:
             optimizers: one or several.
@@ -355,7 +355,7 @@ class Fabric(RuntimeView):
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Make loaders ready: each process reads its own part, and batches come on the device.
+        """Prepare loaders: each process reads its own part of the data, and gets its batches on the device.
 
         Args:
             dataloaders: one or several ``torch.utils.data.DataLoader``.

@@ -166,7 +166,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         return self(args[0] if args else next(iter(kwargs.values())))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return what to optimize with.
+        """Return the optimizers, and the learning-rate schedulers if there are any.
 
         Returns:
             one of
