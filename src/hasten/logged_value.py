@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import widest_float
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, make_error, with_article
 from hasten._lib.tree import children, move_to, whole
 from hasten.machine import collectives
 
@@ -351,7 +351,7 @@ def _instead(value: object) -> str:
 
 
 def _not_scalar(name: str, value: Any) -> ValueError:
-    kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    kind = "a tensor" if isinstance(value, Tensor) else with_article(type(value))
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     what = f"self.log({name!r}, ...): the tensor must have a single element, got {kind}{shape}."
     fix = f"Reduce it first, for instance self.log({name!r}, value.mean()), or log each element under its own name."
@@ -370,7 +370,7 @@ def describe(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return "a dict with " + ", ".join(map(repr, list(value)[:8]))
-    return f"a {type(value).__name__}"
+    return with_article(type(value))
 
 
 def reduction(reduce_fx: object, where: str) -> str:

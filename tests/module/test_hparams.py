@@ -83,7 +83,7 @@ def test_every_argument_or_those_named() -> None:
     ("arguments", "words"),
     [
         (("width", "widht"), r"\['widht'\] not among the arguments of Wrong.__init__: \['width'\]"),
-        ((3,), r"cannot read hyper-parameters of Wrong from a int; give names, a dict"),
+        ((3,), r"cannot read hyper-parameters of Wrong from an int; give names, a dict"),
         ((object,), r"cannot read hyper-parameters of Wrong from a type"),
         (({"a": 1}, {"b": 2}), r"one dict / Namespace / dataclass"),
     ],

@@ -33,7 +33,7 @@ def module_with(name: str, function: Any) -> Any:
         ("transfer_batch_to_device", lambda self, batch: None, r"\(self, batch, device, dataloader_idx\)"),
         ("training_step", lambda self: None, r"Net.training_step\(\) cannot.*given \(batch, batch_idx\)"),
         ("training_step", lambda self, batch, idx, optimizer_idx: None, r"manual optimization.*not an optimizer_idx"),
-        ("on_train_start", 3, r"Net.on_train_start is a int; it must be a method"),
+        ("on_train_start", 3, r"Net.on_train_start is an int; it must be a method"),
         ("setup", lambda self: None, r"Net\.setup\(\) cannot be called: it is given \(stage\)"),
         ("configure_optimizers", lambda self: torch.optim.SGD, r"class SGD, not an object of it \(write SGD\(self"),
     ],

@@ -52,6 +52,11 @@ def parts_of(message: BaseException | str) -> Parts:
     return Parts(str(message))
 
 
+def with_article(kind: type) -> str:
+    """Return the name of a type with its article: "a str", "an int"."""
+    return f"{'an' if kind.__name__[0] in 'aeiouAEIOU' else 'a'} {kind.__name__}"
+
+
 def make_error(kind: type[_Error], what: str, *, fix: str = "", argument: str = "", **options: Any) -> _Error:
     """Return an exception or a warning that keeps the parts of its message as ``what``, ``fix`` and ``argument``.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import add_note, is_call_of_torch
+from hasten._lib.errors import add_note, is_call_of_torch, with_article
 from hasten._lib.names import did_you_mean
 from hasten.extend.frames import file_of, made_in, method_owner
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, is_builtin, names_in, package_of, source_file
@@ -300,7 +300,7 @@ def _by_name(_: re.Match[str], place: _Place) -> str:
         return ""
     names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if len(batch) <= 4 else "*parts"
     return (
-        f"The batch is a {type(batch).__name__} of {len(batch)}, not a dict: write {names} = batch, or batch[0]. "
+        f"The batch is {with_article(type(batch))} of {len(batch)}, not a dict: write {names} = batch, or batch[0]. "
         "For names let the dataset return a dict."
     )
 
@@ -313,7 +313,7 @@ def _by_index(_: re.Match[str], place: _Place) -> str:
     keys = [str(each) for each in batch]
     known = ", ".join(map(repr, keys[:8])) or "no keys"
     example = f" Write batch[{keys[0]!r}]." if isinstance(key, int) and keys else ""
-    return f"The batch is a {type(batch).__name__} with {known}.{example}{did_you_mean(str(key), keys)}"
+    return f"The batch is {with_article(type(batch))} with {known}.{example}{did_you_mean(str(key), keys)}"
 
 
 def _text(place: _Place) -> str:

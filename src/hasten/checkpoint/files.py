@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.errors import CheckpointDamaged as CheckpointDamaged
 from hasten._lib.errors import CheckpointRefused as CheckpointRefused
-from hasten._lib.errors import make_error
+from hasten._lib.errors import make_error, with_article
 from hasten._lib.files import (
     TEMPORARY,
     in_the_way,
@@ -645,10 +645,9 @@ def _check_other(value: Any, place: str) -> None:
             advice = "Store str(path) instead"
         elif hasattr(value, "value") and hasattr(value, "name"):
             advice = "Store its .value instead"
-        article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
         raise make_error(
             TypeError,
-            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run code.",
+            f"{place} is {with_article(kind)}, which a checkpoint does not hold: reading it back would run code.",
             fix=f"{advice}.",
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from hasten._lib import tree
-from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.errors import MisconfigurationException, WrongType, with_article
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.divided import divided
@@ -203,7 +203,7 @@ def _check_iterable(loader: Any, name: str) -> None:
     is_table = {"iloc", "columns"} <= {*dir(type(loader))}
     if is_table or isinstance(loader, dict):
         raise WrongType(
-            f"{name} is a {type(loader).__name__}, and iterating over it gives its "
+            f"{name} is {with_article(type(loader))}, and iterating over it gives its "
             f"{'columns' if is_table else 'keys'}, not batches.",
             fix="Give DataLoader(TensorDataset(x, y), batch_size=...), or a dict whose values are loaders.",
         )

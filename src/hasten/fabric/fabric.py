@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
-from hasten._lib.errors import make_error
+from hasten._lib.errors import make_error, with_article
 from hasten._lib.names import did_you_mean, explain_absent_names, without_unknown
 from hasten._lib.observers import set_during
 from hasten._lib.rank_zero import rank_zero_deprecation, rank_zero_warn, warn_once
@@ -381,11 +381,13 @@ class Fabric(RuntimeView):
                 raise set_up_twice("dataloader", "setup_dataloaders")
             if not isinstance(loader, DataLoader):
                 if isinstance(loader, (list, tuple)) and all(isinstance(each, DataLoader) for each in loader):
-                    what = f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders."
+                    what = (
+                        f"Fabric.setup_dataloaders(): argument {position} is {with_article(type(loader))} of loaders."
+                    )
                     raise make_error(TypeError, what, fix="Give them one by one: fabric.setup_dataloaders(*loaders).")
                 raise make_error(
                     TypeError,
-                    f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}.",
+                    f"Fabric.setup_dataloaders(): argument {position} is {with_article(type(loader))}.",
                     fix=(
                         "Only a PyTorch DataLoader can be set up; iterate over other things directly and use "
                         "fabric.to_device(batch)."

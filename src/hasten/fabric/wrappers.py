@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from hasten._lib import torch_private
 from hasten._lib.device import copies_in_background, is_host
-from hasten._lib.errors import make_error, shorten
+from hasten._lib.errors import make_error, shorten, with_article
 from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors, move_to
@@ -424,7 +424,7 @@ def check_optimizer(optimizer: object, method: str) -> None:
         hint = " Give loaders to fabric.setup_dataloaders(loader)."
     if isinstance(optimizer, nn.Module) and method == "setup":
         hint = " The module comes first, then its optimizers: fabric.setup(module, optimizer)."
-    raise make_error(TypeError, f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.", fix=hint)
+    raise make_error(TypeError, f"Fabric.{method}(): {with_article(type(optimizer))} is not an optimizer.", fix=hint)
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], method: str) -> None:

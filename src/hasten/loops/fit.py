@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, make_error, with_article
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, parameters_of
 from hasten.compile.cuda_graphs import CudaGraphSteps, recorded_steps
@@ -629,7 +629,7 @@ def _manual_step(run: Run) -> Step:
             raise
         if not isinstance(output, (Tensor, Mapping, NoneType)):
             raise MisconfigurationException(
-                f"{type(run.module).__name__}.training_step returned a {type(output).__name__}.",
+                f"{type(run.module).__name__}.training_step returned {with_article(type(output))}.",
                 fix="With manual optimization return the loss (a tensor), a dict, or nothing.",
             )
         if output is None or hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hasten._lib import torch_private
 from hasten._lib.device import free_cached_memory, is_host, is_out_of_memory
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, with_article
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.batching.fields import sample_fields
 from hasten.batching.split import Fields, join, measure, split
@@ -420,7 +420,7 @@ def check_rebatched(loader: Iterable[Any], batch_size: int | str, *, name: str) 
     """Raise if something else than a ``DataLoader`` decides how large its batches are."""
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader):
-        problem = f"is a {type(loader).__name__}, which makes its batches itself. Give a DataLoader, or leave"
+        problem = f"is {with_article(type(loader))}, which makes its batches itself. Give a DataLoader, or leave"
     elif type(batches) is not BatchSampler:
         what = "batch_size=None" if batches is None else f"the batch sampler {type(batches).__name__}"
         problem = f"has {what}, which decides what a batch is. Set the size there and leave"

@@ -13,7 +13,7 @@ import torch
 from hasten import optim
 from hasten._lib import torch_private
 from hasten._lib.device import collect_earlier_models, is_host
-from hasten._lib.errors import MisconfigurationException, WrongType, add_note, make_error
+from hasten._lib.errors import MisconfigurationException, WrongType, add_note, make_error, with_article
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_deprecation, rank_zero_info, warn_once
@@ -247,7 +247,7 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
     run.undo.callback(sync.revert, module)
     if changed is not module:
         raise WrongType(
-            f"{type(sync).__name__}.apply() returned a {type(changed).__name__}.",
+            f"{type(sync).__name__}.apply() returned {with_article(type(changed))}.",
             fix="Change the module that it got in place, and return that.",
         )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import MisconfigurationException, NotPartOfLightning2, Parts, add_note, make_error
+from hasten._lib.errors import MisconfigurationException, NotPartOfLightning2, Parts, add_note, make_error, with_article
 from hasten._lib.explain import describe_batch, explain, explain_graph
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest, plain_function
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
@@ -91,7 +91,7 @@ def check_pipeline(call: str, module: LightningModule) -> None:
     for name, value in vars(module).items():
         if is_of_pipeline(value):
             raise MisconfigurationException(
-                f"Trainer.{call}(): {type(module).__name__}.{name} is a {type(value).__name__}.",
+                f"Trainer.{call}(): {type(module).__name__}.{name} is {with_article(type(value))}.",
                 fix=f"{PIPELINE_IN_FABRIC}.",
             )
 

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from hasten._lib.errors import MisconfigurationRuntimeError, add_note, make_error
+from hasten._lib.errors import MisconfigurationRuntimeError, add_note, make_error, with_article
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
@@ -207,7 +207,7 @@ def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
     for key, value in hparams.items():
         if isinstance(value, torch.nn.Module):
             rank_zero_warn(
-                f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
+                f"save_hyperparameters(): {key!r} is {with_article(type(value))}, whose weights the checkpoint has "
                 "already.",
                 fix=f"Write save_hyperparameters(ignore=[{key!r}]).",
             )
@@ -252,7 +252,7 @@ def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
     if isinstance(hparams, (Namespace, Mapping)) or _is_dataclass(hparams):
         return dict(as_dict(hparams))
     raise ValueError(
-        f"save_hyperparameters(): cannot read hyper-parameters of {owner} from a {type(hparams).__name__}; "
+        f"save_hyperparameters(): cannot read hyper-parameters of {owner} from {with_article(type(hparams))}; "
         "give names, a dict, a Namespace or a dataclass."
     )
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import CodeType
 from typing import Any
 
-from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError
+from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, with_article
 from hasten._lib.names import has_parameter, plain_function
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.elsewhere import conventions
@@ -143,7 +143,7 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
     method = getattr(owner, name)
     if not callable(method):
         raise MisconfigurationException(
-            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method.",
+            f"{type(owner).__name__}.{name} is {with_article(type(method))}; it must be a method.",
             fix="Rename what you keep there.",
         )
     _check_runs(owner, name, method, arguments)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, LRScheduler, OneCycle
 
 from hasten._lib import check as guards
 from hasten._lib.durations import parse_interval
-from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
+from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType, with_article
 from hasten._lib.names import did_you_mean, nearest, warn_of_mode
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
@@ -493,8 +493,8 @@ def _describe(thing: Any) -> str:
     if isinstance(thing, (list, tuple)) and not thing:
         return f"an empty {type(thing).__name__}"
     if isinstance(thing, (list, tuple)):
-        return f"a {type(thing).__name__} of " + ", ".join(type(item).__name__ for item in thing)
+        return f"{with_article(type(thing))} of " + ", ".join(type(item).__name__ for item in thing)
     if isinstance(thing, type):
         given = "optimizer" if hasattr(thing, "get_last_lr") else "self.parameters()"
         return f"the class {thing.__name__}, not an object of it (write {thing.__name__}({given}, ...))"
-    return f"a {type(thing).__name__}"
+    return with_article(type(thing))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 from hasten._lib.check import shown
-from hasten._lib.errors import make_error
+from hasten._lib.errors import make_error, with_article
 from hasten._lib.explain import explain
 from hasten._lib.tree import parameters_of
 from hasten.extend.origin import source_file
@@ -251,7 +251,7 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
             what = f"backward({loss!r}): a number has no gradients."
             raise make_error(TypeError, what, fix="Give it the loss itself, without .item() or float().")
         if not hasattr(given, "backward"):
-            what = f"backward({shown(given)}): a {type(given).__name__} has no gradients."
+            what = f"backward({shown(given)}): {with_article(type(given))} has no gradients."
             raise make_error(TypeError, what, fix="Give it the loss, a tensor of one element.")
         try:
             loss.backward(*args, **kwargs)

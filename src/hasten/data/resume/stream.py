@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hasten._lib.errors import make_error
+from hasten._lib.errors import make_error, with_article
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
@@ -52,7 +52,7 @@ def nothing_read(loader: Iterable[Any], name: str) -> tuple[str, str]:
     """Return what is wrong with a loader that had no batch to give, and what to write instead."""
     if reads_once(loader):
         return (
-            f"{name} gave no batches: it is a {type(loader).__name__}, which has been read to its end.",
+            f"{name} gave no batches: it is {with_article(type(loader))}, which has been read to its end.",
             "Give a DataLoader, a list of batches, or an object whose __iter__() starts from the beginning.",
         )
     if not isinstance(loader, DataLoader) or not is_iterable(loader):
