@@ -199,6 +199,27 @@ def test_what_is_refused_says_what_to_write(given: dict[str, Any], argument: str
         TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path, **given))
 
 
+@dataclasses.dataclass(kw_only=True)
+class ArgumentsOfProgram(transformers.TrainingArguments):  # type: ignore[misc]
+    """Fields that a program adds, as LLaVA does."""
+
+    data_path: str
+    model_max_length: int = 512
+    class_weights: torch.Tensor | None = None
+
+
+def test_fields_that_a_program_has_added_to_the_arguments_are_its_own_business(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"use_cpu": True, "report_to": "none", "data_path": "data", "max_steps": 1}
+    weights = torch.ones(2)
+    args = ArgumentsOfProgram(output_dir=str(tmp_path), model_max_length=64, class_weights=weights, **given)
+    trainer = TransformersTrainer(language_model(), args, train_dataset=DATA, enable_model_summary=False)
+    args.class_weights = torch.zeros(2)
+    assert trainer.train().global_step == 1
+    args.full_determinism = True
+    with refused(ValueError, "full_determinism", fix="deterministic=True"):
+        TransformersTrainer(language_model(), args, train_dataset=DATA)
+
+
 def test_labels_of_which_a_text_has_several_are_not_smoothed(tmp_path: Path) -> None:
     model = language_model()
     model.config.problem_type = "multi_label_classification"

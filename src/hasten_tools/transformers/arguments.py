@@ -159,14 +159,19 @@ def refused(args: TrainingArguments, name: str, fix: str) -> ValueError:
     return make_error(ValueError, f"{written}: TransformersTrainer does not have this.", fix=fix, argument=name)
 
 
+def _kind_of(args: TrainingArguments) -> type[TrainingArguments]:
+    """Return the class of transformers that the class of the arguments is, or that a program has added fields to."""
+    return next(kind for kind in type(args).__mro__ if kind.__module__.partition(".")[0] == "transformers")
+
+
 def values_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return all fields with their values."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    """Return all fields with their values, but for those that a program has added: it reads them itself."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(_kind_of(args))}
 
 
 def check_fields(args: TrainingArguments) -> None:
     """Refuse the first field whose value would be ignored."""
-    plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    plain = _kind_of(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     for name, value in values_of(args).items():
         if name not in _READ and value != getattr(plain, name):
             instead = f", and {_INSTEAD[name]}" if name in _INSTEAD else ""
