@@ -555,6 +555,36 @@ def test_a_subclass_that_computes_its_gradients_and_predictions_has_the_results_
         assert torch.equal(one, other)
 
 
+def test_a_collator_may_make_tuples(tmp_path: Path) -> None:
+    class Pairs:
+        """The batches of a loss for unlearning."""
+
+        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            ids, labels = inputs
+            outputs = model(input_ids=ids, labels=labels)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+        def prediction_step(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            return loss, outputs.logits, inputs[1]
+
+    def pair(rows: list[Any]) -> tuple[torch.Tensor, ...]:
+        return torch.stack([row["input_ids"] for row in rows]), torch.stack([row["labels"] for row in rows])
+
+    found = []
+    for kind in (transformers.Trainer, TransformersTrainer):
+        more = {} if kind is transformers.Trainer else {"enable_model_summary": False}
+        args = arguments(tmp_path / kind.__name__, num_train_epochs=1, eval_strategy="epoch", logging_steps=2)
+        given: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA[:9], "data_collator": pair, **more}
+        trainer = type("Mine", (Pairs, kind), {})(language_model(), args, compute_metrics=accuracy, **given)
+        trainer.train()
+        rows = [results(row) for row in trainer.state.log_history]
+        found.append([{name: row[name] for name in row if name not in {"learning_rate", "loss"}} for row in rows])
+    for old, new in zip(*found, strict=True):
+        assert new == pytest.approx(old, rel=1e-4)
+
+
 def test_columns_and_the_number_of_samples_are_those_that_a_subclass_says(tmp_path: Path) -> None:
     class Own(TransformersTrainer):
         def _set_signature_columns_if_needed(self) -> None:

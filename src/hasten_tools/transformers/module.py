@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from hasten_tools.transformers.trainer import TransformersTrainer
+
+
+def _entry(batch: Any, name: str) -> Any:
+    """Return an entry of a batch; None if it has none, or is a tuple that a collator of the program makes."""
+    return batch.get(name) if isinstance(batch, Mapping) else None
 
 
 class TransformersModule(LightningModule):
@@ -94,7 +99,7 @@ class TransformersModule(LightningModule):
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> int | None:
         return -1 if self.owner.control.should_epoch_stop else None
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         count, owner = self._targets(batch), self.owner
         with owner.compute_loss_context_manager():
             loss = owner.compute_loss(self.model, owner._prepare_inputs(batch), num_items_in_batch=count)
@@ -103,15 +108,18 @@ class TransformersModule(LightningModule):
         self._note(batch, loss, 1 if count is None or is_alone else count)
         return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
 
-    def _note(self, batch: dict[str, Any], loss: Tensor, count: Any) -> None:
-        inputs, strategy = batch.get(getattr(self.model, "main_input_name", "input_ids")), self.args.logging_strategy
+    def _note(self, batch: Any, loss: Tensor, count: Any) -> None:
+        inputs, strategy = self._main_input(batch), self.args.logging_strategy
         self.inputs += 0 if inputs is None else inputs.numel()
         self.losses.append((loss.detach(), count))
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
 
-    def _targets(self, batch: dict[str, Any]) -> Tensor | None:
-        owner, labels = self.owner, batch.get("labels")
+    def _main_input(self, batch: Any) -> Any:
+        return _entry(batch, getattr(self.model, "main_input_name", "input_ids"))
+
+    def _targets(self, batch: Any) -> Tensor | None:
+        owner, labels = self.owner, _entry(batch, "labels")
         # Whether the loss is a mean over targets, so that batches of one step count by their targets.
         counts = owner.model_accepts_loss_kwargs or owner.compute_loss_func is not None
         if not counts or not isinstance(labels, Tensor):
@@ -126,12 +134,12 @@ class TransformersModule(LightningModule):
         self.values: dict[str, Any] = {}
         self.samples = 0
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         from transformers.trainer_pt_utils import find_batch_size
 
         owner, args, size = self.owner, self.args, find_batch_size(batch) or 1
         self.samples += size
-        inputs = batch.get(getattr(self.model, "main_input_name", "input_ids"))
+        inputs = self._main_input(batch)
         loss, logits, labels = owner.prediction_step(self.model, batch, self.loss_only, ignore_keys=self.ignored)
         if "predict_with_generate" in vars(args):
             size = args.eval_batch_size  # Seq2SeqTrainer counts each batch as a full one.
@@ -206,8 +214,10 @@ class ModuleOfStep(TransformersModule):
         super().__init__(owner)
         self.automatic_optimization = False
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        owner, given, run = self.owner, dict(batch), self.trainer.current_run
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        owner, run = self.owner, self.trainer.current_run
+        # The program may take entries out of its batch.
+        given = dict(batch) if isinstance(batch, Mapping) else batch
         self._note(given, owner.training_step(self.model, batch, self._targets(batch)), 1)
         engine = run.runtime.engine
         assert owner.optimizer is not None
