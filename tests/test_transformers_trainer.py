@@ -241,8 +241,13 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
     def make(kind: type[TransformersTrainer] = TransformersTrainer, model: Any = None, **given: Any) -> Any:
         return kind(language_model() if model is None else model, arguments(tmp_path), **given)
 
+    class Counting(TransformersTrainer):
+        def _get_num_items_in_batch(self, batches: Any, device: Any = None) -> Any:
+            raise AssertionError
+
     refusals: list[tuple[dict[str, Any], str, str]] = [
         ({"kind": Looping}, "", "a step of your own"),
+        ({"kind": Counting}, "", "a step of your own"),
         ({"model_init": language_model}, "model", "model_init="),
         ({"model": "bert-base-uncased"}, "model", "from_pretrained('bert-base-uncased')"),
         ({"tokenizer": object(), "processing_class": object()}, "tokenizer", "processing_class"),
@@ -583,6 +588,84 @@ def test_a_collator_may_make_tuples(tmp_path: Path) -> None:
         found.append([{name: row[name] for name in row if name not in {"learning_rate", "loss"}} for row in rows])
     for old, new in zip(*found, strict=True):
         assert new == pytest.approx(old, rel=1e-4)
+
+
+class CopiedFromTransformers:
+    """What programs copy from ``transformers.Trainer``, as LLaVA does, and change a little."""
+
+    def get_train_dataloader(self: Any) -> Any:
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        options = {"batch_size": self._train_batch_size, "sampler": self._get_train_sampler(self.train_dataset)}
+        return self.accelerator.prepare(
+            torch.utils.data.DataLoader(self.train_dataset, collate_fn=collate, **options)  # type: ignore[arg-type]
+        )
+
+    def _get_train_sampler(self: Any, train_dataset: Any) -> Any:
+        return torch.utils.data.RandomSampler(train_dataset)
+
+    def _get_eval_sampler(self: Any, eval_dataset: Any) -> Any:
+        return range(len(eval_dataset))[::-1]
+
+    def create_optimizer(self: Any) -> Any:
+        if self.optimizer is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            kind, options = TransformersTrainer.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = kind(self.model.parameters(), **options)
+        return self.optimizer
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = summed(outputs, labels, num_items_in_batch=labels.numel())
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        # The labels are still there.
+        return (loss + super().training_step(model, inputs, num_items_in_batch)) / 2  # type: ignore[misc]
+
+
+@pytest.mark.skipif(OLD, reason="an older transformers gives _get_train_sampler no data")
+def test_a_subclass_finds_the_methods_that_programs_copy_from_transformers(tmp_path: Path) -> None:
+    found: list[Any] = []
+    rows = [{**row, "text": "not read"} for row in DATA]
+    for kind in (transformers.Trainer, TransformersTrainer):
+        more = {} if kind is transformers.Trainer else {"enable_model_summary": False}
+        folder = tmp_path / kind.__name__
+        args = arguments(folder, num_train_epochs=2, logging_steps=1, save_strategy="no")
+        trainer = type("Mine", (CopiedFromTransformers, kind), {})(language_model(), args, train_dataset=rows, **more)
+        (folder / "notes.txt").write_text("The folder is there before the run.")
+        teacher = language_model()
+        trainer._move_model_to_device(teacher, trainer.model.device)
+        assert trainer.model_wrapped is trainer.model
+        trainer.train()
+        found.append((trainer.model, trainer.predict(rows[:9]).label_ids, trainer._get_learning_rate()))
+    for one, other in zip(found[0][0].parameters(), found[1][0].parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert (found[0][1] == found[1][1]).all()
+    assert found[0][2] == found[1][2]
+    with pytest.raises(AttributeError, match="LightningModule"):
+        trainer.store_flos()
+
+
+def test_the_model_is_on_its_device_before_and_after_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+
+    class Moves(TransformersTrainer):
+        def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+            assert model is self.model
+            places.append(device.type)
+
+    def leave(_: object, module: nn.Module) -> bool:
+        places.append("host")
+        return False
+
+    monkeypatch.setattr("hasten.strategies.base.Sharding.to_host", leave)
+    args = arguments(tmp_path, max_steps=1, save_strategy="no")
+    trainer = Moves(language_model(), args, train_dataset=DATA, eval_dataset=DATA, enable_model_summary=False)
+    assert places == ["cpu"]
+    trainer.train()
+    trainer.evaluate()
+    assert places == ["cpu", "host", "cpu", "host", "cpu"]
 
 
 def test_columns_and_the_number_of_samples_are_those_that_a_subclass_says(tmp_path: Path) -> None:

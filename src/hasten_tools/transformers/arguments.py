@@ -80,6 +80,16 @@ _INSTEAD = {
 OTHER_NAMES = {
     "tokenizer": "Write processing_class.",
 }
+# Methods of a TransformersTrainer that programs call, and it does not.
+_NEVER_CALLED = frozenset(
+    {
+        "_get_learning_rate",
+        "_get_num_items_in_batch",
+        "_prepare_context_parallel_inputs",
+        "_wrap_model",
+        "create_accelerator_and_postprocess",
+    }
+)
 # The loggers of hasten, by their names in ``report_to``; others are callbacks of transformers.
 LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
     "comet_ml": lambda args: CometLogger(name=args.run_name),
@@ -107,7 +117,7 @@ def check_overrides(kind: type[Any], base: type[Any]) -> None:
         raise make_error(ImportError, what, fix="Run: pip install 'transformers>=4.50'")
     for each in kind.__mro__[: kind.__mro__.index(base)]:
         for name in vars(each):
-            if hasattr(transformers.Trainer, name) and not hasattr(base, name):
+            if hasattr(transformers.Trainer, name) and (name in _NEVER_CALLED or not hasattr(base, name)):
                 what = f"{each.__name__}.{name}() would never be called: hasten has its own loop."
                 raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
 
@@ -171,7 +181,8 @@ def values_of(args: TrainingArguments) -> dict[str, Any]:
 
 def check_fields(args: TrainingArguments) -> None:
     """Refuse the first field whose value would be ignored."""
-    plain = _kind_of(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    # To find the default of report_to, older versions warn of WANDB_DISABLED.
+    plain = _kind_of(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, report_to="none")
     for name, value in values_of(args).items():
         if name not in _READ and value != getattr(plain, name):
             instead = f", and {_INSTEAD[name]}" if name in _INSTEAD else ""

@@ -50,7 +50,6 @@ class TransformersModule(LightningModule):
         parameters = inspect.signature(inner.forward).parameters
         names = self.args.label_names
         owner.label_names, owner.can_return_loss = names or find_labels(type(inner)), can_return_loss(type(inner))
-        self.columns = [*parameters, "label", "label_ids", *owner.label_names]
         takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         owner.model_accepts_loss_kwargs = getattr(inner, "accepts_loss_kwargs", takes_more)
         self.is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

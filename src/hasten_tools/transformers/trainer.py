@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,14 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hasten import Trainer, seed_everything
 from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.optional import need
+from hasten._lib.tree import move_to
 from hasten.callbacks import Callback, Checkpoint, ModelCheckpoint
 from hasten.checkpoint import files
+from hasten.data.loader_parts import with_attributes
 from hasten.loggers import CSVLogger
 from hasten.loops.evaluate import evaluate_within
 from hasten.machine.collectives import world_size
@@ -123,21 +127,29 @@ class TransformersTrainer:
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None = None
 
+    # What programs ask of any Trainer of transformers.
+    deepspeed = None
+    is_fsdp_enabled = is_fsdp_xla_enabled = is_model_parallel = False
+    place_model_on_device = True
+
     # The code of transformers does these:
     # data,
-    _get_train_sampler = _borrowed("_get_train_sampler")
+    _get_collator_with_removed_columns = _borrowed("_get_collator_with_removed_columns")
+    _remove_unused_columns = _borrowed("_remove_unused_columns")
+    _set_signature_columns_if_needed = _borrowed("_set_signature_columns_if_needed")
     # the optimizer and its schedule,
     create_optimizer = _borrowed("create_optimizer")
     create_optimizer_and_scheduler = _borrowed("create_optimizer_and_scheduler")
     create_scheduler = _borrowed("create_scheduler")
     get_decay_parameter_names = _borrowed("get_decay_parameter_names")
     get_learning_rates = _borrowed("get_learning_rates")
-    get_optimizer_cls_and_kwargs = _borrowed("get_optimizer_cls_and_kwargs")
+    _get_learning_rate = _borrowed("_get_learning_rate")
     # the model,
     call_model_init = _borrowed("call_model_init")
     floating_point_ops = _borrowed("floating_point_ops")
     get_num_trainable_parameters = _borrowed("get_num_trainable_parameters")
     load_generation_config = _borrowed("load_generation_config")
+    _move_model_to_device = _borrowed("_move_model_to_device")
     _pad_tensors_to_max_len = _borrowed("_pad_tensors_to_max_len")
     # callbacks,
     pop_callback = _borrowed("pop_callback")
@@ -206,7 +218,9 @@ class TransformersTrainer:
         known = inspect.signature(TransformersTrainer).parameters
         check_names(arguments.keys() - inspect.signature(Trainer).parameters.keys(), known, args)
         self.model: nn.Module = cast(nn.Module, model)
+        self.model_wrapped = self.model
         self.args, self.processing_class = args, processing_class
+        self._train_batch_size = args.train_batch_size
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         pads = DataCollatorWithPadding(processing_class) if hasattr(processing_class, "pad") else None
         self.data_collator = data_collator or pads or default_data_collator
@@ -226,13 +240,24 @@ class TransformersTrainer:
         self._given = lambda: {"devices": "auto" if joined else 1, **self._arguments(others), **arguments}
         self._steps_itself = type(self).training_step is not TransformersTrainer.training_step
         self._make_module = ModuleOfStep if self._steps_itself else TransformersModule
+        if self._steps_itself:
+            self.current_gradient_accumulation_steps = 1
         self.is_in_train = False
         self.module = self._make_module(self)
         self.trainer = self._make_trainer()
         self._check_devices(arguments.get("devices"))
+        self._place_model()
         if args.push_to_hub:
             self.init_hf_repo()
+        if args.should_save:
+            os.makedirs(args.output_dir, exist_ok=True)
         self.events.call("on_init_end")
+
+    def _place_model(self) -> None:
+        """Move the model to its device, where programs expect it before and after a run; not one that is divided."""
+        strategy = self.trainer.strategy
+        if (strategy.world_size == 1 or strategy.name == "ddp") and not _is_sharded(self.model):
+            self._move_model_to_device(self.model, strategy.root_device)
 
     def _check_devices(self, devices: object) -> None:
         if self.trainer.num_devices > 1 and not dist.is_initialized():
@@ -303,6 +328,7 @@ class TransformersTrainer:
             self.module = self._make_module(self)
         self.model_wrapped = self.model
         self._hp_search_setup(trial)
+        self._train_batch_size = args.train_batch_size
         if self.trainer.global_step or values_of(args) != self._made_for:
             # Programs change arguments before they train.
             check_fields(args)
@@ -324,6 +350,7 @@ class TransformersTrainer:
         with noise:
             # Evaluations have loaders of their own.
             trainer.fit(self.module, loader, [[None]], ckpt_path=start)
+        self._place_model()
         steps, state = self.state.global_step - events.first_step, self.state
         self.model.train(self._evaluated_at != state.global_step)
         samples: float = steps * args.train_batch_size * args.gradient_accumulation_steps * trainer.world_size
@@ -417,6 +444,7 @@ class TransformersTrainer:
                     self.events.limit_validation(0)
         else:
             trainer.test(module, dataloader, verbose=False)
+            self._place_model()
             self.model.eval()
         self._evaluated_at = self.state.global_step
         return module.result(dataloader)
@@ -450,9 +478,19 @@ class TransformersTrainer:
             given.setdefault("num_beams", args["generation_num_beams"])
         self._gen_kwargs = given
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch that is on its device already; a subclass can override this."""
-        return inputs
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a copy of a batch, on the device: a program may take entries out. A subclass can override this."""
+        return self._prepare_input(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            return cast(Any, type(data))({name: self._prepare_input(value) for name, value in data.items()})
+        if type(data) in (list, tuple):
+            return type(data)([self._prepare_input(each) for each in data])
+        return move_to(data, self.trainer.strategy.root_device)
+
+    def _wrap_model(self, model: nn.Module, *_: object, **__: object) -> nn.Module:
+        return model
 
     # What prediction_step of transformers calls.
     compute_loss_context_manager = staticmethod(nullcontext)
@@ -465,10 +503,26 @@ class TransformersTrainer:
 
     @functools.cached_property
     def accelerator(self) -> Any:
-        """The ``Accelerator`` that methods of subclasses ask for the model and the processes; it prepares nothing."""
+        """The ``Accelerator`` that methods of subclasses ask for the model and the processes."""
         made = importlib.import_module("accelerate").Accelerator()
         made.backward = lambda loss, **_: self.trainer.manual_backward(loss)
+        made.prepare_data_loader = lambda loader, *_, **__: self._in_seeded_order(loader)
         return made
+
+    def _in_seeded_order(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader of a subclass in the order of accelerate; a run divides and moves its batches itself."""
+        if dist.is_initialized() or not isinstance(loader.sampler, RandomSampler):
+            return loader
+        sampler, batch_sampler = self._seeded(loader.sampler), cast(Any, copy.copy(loader.batch_sampler))
+        if batch_sampler is not None:
+            batch_sampler.sampler = sampler
+        return with_attributes(loader, sampler=sampler, batch_sampler=batch_sampler)
+
+    def _seeded(self, sampler: RandomSampler) -> Sampler[int]:
+        """Return the sampler of accelerate, which draws the order of an epoch from a seed."""
+        kind: Any = importlib.import_module("accelerate.data_loader").SeedableRandomSampler
+        given = {"replacement": sampler.replacement, "num_samples": sampler._num_samples}
+        return cast("Sampler[int]", kind(sampler.data_source, data_seed=self.args.data_seed, **given))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
@@ -552,6 +606,23 @@ class TransformersTrainer:
 
     get_test_dataloader = get_eval_dataloader
 
+    def _get_train_sampler(self, train_dataset: Samples | None = None) -> Sampler[int] | None:
+        """Return the order of transformers for the training data; a subclass can override this, and the next."""
+        given = [] if train_dataset is None or train_dataset is self.train_dataset else [train_dataset]
+        return cast("Sampler[int] | None", self._call("_get_train_sampler", *given))
+
+    def _get_eval_sampler(self, eval_dataset: Samples) -> Sampler[int] | None:
+        """Return None: data is evaluated in its order."""
+        return None
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Return the class of the optimizer that ``args`` name, and its arguments, by the code of transformers."""
+        found = importlib.import_module("transformers").Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return cast("tuple[type[Optimizer], dict[str, Any]]", found)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that ``from_pretrained`` reads; by default the ``output_dir`` of the arguments."""
         if _is_sharded(self.model):
@@ -577,8 +648,10 @@ class TransformersTrainer:
         torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def __getattr__(self, name: str) -> Any:
-        what = f"{type(self).__name__!r} object has no attribute {name!r}."
-        raise make_error(AttributeError, what, fix=OTHER_NAMES.get(name, ""))
+        what, fix = f"{type(self).__name__!r} object has no attribute {name!r}.", OTHER_NAMES.get(name, "")
+        if not fix and hasattr(getattr(sys.modules.get("transformers"), "Trainer", None), name):
+            fix = "Only transformers.Trainer has it: use that, or write a LightningModule with a step of your own."
+        raise make_error(AttributeError, what, fix=fix)
 
     def _check_step(self) -> None:
         """Refuse what a step of the program would ignore."""
@@ -646,6 +719,16 @@ class TransformersTrainer:
         each = math.ceil(trainer.num_training_batches / args.gradient_accumulation_steps)
         return min(planned, math.ceil(args.num_train_epochs * each))
 
+    def _sampler_of(self, dataset: Any, *, training: bool) -> Sampler[int] | None:
+        """Return the order of transformers.Trainer, or of a subclass; None for that of the data."""
+        if isinstance(dataset, IterableDataset):
+            return None
+        if not training:
+            return self._get_eval_sampler(dataset)
+        # Older versions of transformers, and programs for them, give it no data.
+        given = [dataset] if inspect.signature(self._get_train_sampler).parameters else []
+        return self._get_train_sampler(*given)
+
     def waits_for_metric(self) -> bool:
         """Return whether the scheduler steps after each evaluation."""
         is_greedy = type(self.lr_scheduler).__name__ == "GreedyLR"
@@ -690,26 +773,17 @@ class TransformersTrainer:
             given |= {"limit_val_batches": self._limit, "val_check_interval": f"{10**12}st"}
         return {**given, "callbacks": [*callbacks, self.events, *stopped]}
 
-    def _set_signature_columns_if_needed(self) -> None:
-        """Name the columns that batches keep; a subclass can override this, or set ``_signature_columns``."""
-        if self._signature_columns is None:
-            self._signature_columns = self.module.columns
-
     def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
-        from transformers.trainer_utils import RemoveColumnsCollator
-
-        args, collate = self.args, self.data_collator
-        if args.remove_unused_columns:
-            self._set_signature_columns_if_needed()
-            collate = RemoveColumnsCollator(collate, self._signature_columns)
-        # The order of transformers.Trainer.
-        ordered = not training or isinstance(dataset, IterableDataset)
-        sampler, shuffles = None if ordered else self._get_train_sampler(), False
+        args, collate, use = self.args, self.data_collator, "training" if training else "evaluation"
+        if isinstance(dataset, getattr(sys.modules.get("datasets"), "Dataset", ())):
+            dataset = self._remove_unused_columns(dataset, description=use)
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description=use)
+        sampler, shuffles = self._sampler_of(dataset, training=training), False
         if dist.is_initialized() and isinstance(sampler, RandomSampler | SequentialSampler | None):
             sampler, shuffles = None, isinstance(sampler, RandomSampler)
         elif isinstance(sampler, RandomSampler):
-            samplers = importlib.import_module("accelerate.data_loader")
-            sampler = samplers.SeedableRandomSampler(dataset, data_seed=args.data_seed)
+            sampler = self._seeded(sampler)
         return DataLoader(
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
