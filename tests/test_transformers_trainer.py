@@ -560,6 +560,27 @@ def test_a_subclass_that_computes_its_gradients_and_predictions_has_the_results_
         assert torch.equal(one, other)
 
 
+def test_a_loss_without_labels_is_evaluated_where_label_names_is_empty(tmp_path: Path) -> None:
+    class Pairwise(TransformersTrainer):
+        """A reward model, as in the examples of TRL."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            better, worse = (model(input_ids=inputs[name]).logits.mean(dim=(1, 2)) for name in ("better", "worse"))
+            loss = -nn.functional.logsigmoid(better - worse).mean()
+            return (loss, {"better": better, "worse": worse}) if return_outputs else loss
+
+    rows = [{"better": row["input_ids"], "worse": row["input_ids"].flip(0)} for row in DATA[:5]]
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | {"return_loss": True}
+
+    args = arguments(tmp_path, label_names=[], remove_unused_columns=False)
+    trainer = Pairwise(language_model(), args, data_collator=collate)
+    prediction = trainer.predict(rows)  # type: ignore[arg-type]
+    assert [len(part) for part in prediction.predictions] == [5, 5]
+    assert prediction.metrics["test_loss"] > 0
+
+
 def test_a_collator_may_make_tuples(tmp_path: Path) -> None:
     class Pairs:
         """The batches of a loss for unlearning."""

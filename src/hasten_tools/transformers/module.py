@@ -49,7 +49,9 @@ class TransformersModule(LightningModule):
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         parameters = inspect.signature(inner.forward).parameters
         names = self.args.label_names
-        owner.label_names, owner.can_return_loss = names or find_labels(type(inner)), can_return_loss(type(inner))
+        # An empty list is the program's word that no entry of a batch is a label.
+        owner.label_names = find_labels(type(inner)) if names is None else names
+        owner.can_return_loss = can_return_loss(type(inner))
         takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         owner.model_accepts_loss_kwargs = getattr(inner, "accepts_loss_kwargs", takes_more)
         self.is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
