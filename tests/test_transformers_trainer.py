@@ -560,6 +560,65 @@ def test_a_subclass_that_computes_its_gradients_and_predictions_has_the_results_
         assert torch.equal(one, other)
 
 
+def test_mistakes_are_named_where_they_are(tmp_path: Path) -> None:
+    def returning(value: Any) -> type[TransformersTrainer]:
+        class Mine(TransformersTrainer):
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                return value(model(**inputs))
+
+        return Mine
+
+    def make(kind: type[TransformersTrainer] = TransformersTrainer, **given: Any) -> TransformersTrainer:
+        options = {"model": None if "model_init" in given else language_model(), "train_dataset": DATA, **given}
+        return kind(args=arguments(tmp_path, max_steps=1), enable_model_summary=False, **options)
+
+    returned: list[tuple[Any, type[Exception], str, str]] = [
+        (lambda outputs: None, TypeError, "returned None", "Return the loss"),
+        (lambda outputs: (outputs.loss, outputs), TypeError, "returned a tuple", "if return_outputs is True"),
+        (lambda outputs: float(outputs.loss), TypeError, "returned a float", "Return the loss"),
+        (lambda outputs: outputs.logits.mean(dim=(1, 2)), ValueError, "shape (4,)", "loss.mean()"),
+    ]
+    for value, error, says, fix in returned:
+        with refused(error, says=("Mine.compute_loss()", says), fix=fix):
+            make(returning(value)).train()
+    alone = make(returning(lambda outputs: outputs.loss), compute_metrics=accuracy)
+    with pytest.raises(TypeError) as caught:
+        alone.evaluate(DATA[:4])
+    assert "Mine.compute_loss()" in "".join(caught.value.__notes__)
+    with refused(TypeError, "compute_metrics", says="0.5", fix="{'accuracy': accuracy}"):
+        make(compute_metrics=lambda prediction: 0.5).evaluate(DATA[:4])
+
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    loader: Any = torch.utils.data.DataLoader(DATA, batch_size=4)  # type: ignore[arg-type]
+    wrong: list[tuple[dict[str, Any], type[Exception], str, str]] = [
+        ({"optimizers": sgd}, TypeError, "", "(optimizer, None)"),
+        (
+            {"optimizers": (sgd, None), "model_init": language_model},
+            ValueError,
+            "optimizers",
+            "optimizer_cls_and_kwargs",
+        ),
+        (
+            {"optimizers": (sgd, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
+            ValueError,
+            "optimizers",
+            "one",
+        ),
+        ({"train_dataset": {"train": DATA, "test": DATA}}, TypeError, "train_dataset", "train_dataset=data[...]"),
+        ({"train_dataset": loader}, TypeError, "train_dataset", "train_dataset=loader.dataset"),
+        ({"train_dataset": []}, ValueError, "train_dataset", "filters"),
+    ]
+    for given, error, argument, fix in wrong:
+        with refused(error, argument, fix=fix):
+            make(**given).train()
+    with refused(ValueError, "eval_dataset", says="a dict of a", fix="one of its names"):
+        make(eval_dataset={"a": DATA}).evaluate("b")
+    rows = [{"input_ids": [3] * (number + 1), "labels": [3] * (number + 1)} for number in range(4)]
+    with pytest.raises(ValueError) as ragged:
+        make(train_dataset=rows).train()
+    assert "processing_class=tokenizer" in "".join(ragged.value.__notes__)
+
+
 def test_a_loss_without_labels_is_evaluated_where_label_names_is_empty(tmp_path: Path) -> None:
     class Pairwise(TransformersTrainer):
         """A reward model, as in the examples of TRL."""
@@ -664,7 +723,7 @@ def test_a_subclass_finds_the_methods_that_programs_copy_from_transformers(tmp_p
         assert torch.allclose(one, other, atol=1e-6)
     assert (found[0][1] == found[1][1]).all()
     assert found[0][2] == found[1][2]
-    with pytest.raises(AttributeError, match="LightningModule"):
+    with refused(AttributeError, fix="LightningModule"):
         trainer.store_flos()
 
 

@@ -854,6 +854,12 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      r"resize storage that is not resizable", _ANY,
      "Write DataLoader(..., collate_fn=...), with a function that pads them, for instance "
      "torch.nn.utils.rnn.pad_sequence."),
+    (r"expected sequence of length \d+ at dim \d+", _ANY,
+     "The rows have several lengths: pad them. TransformersTrainer(processing_class=tokenizer) does, and so does "
+     "data_collator=DataCollatorWithPadding(tokenizer)."),
+    (r"Unable to create tensor, you should probably activate .*`labels`", _ANY,
+     "This collator pads no labels. DataCollatorForSeq2Seq(tokenizer) pads them, and "
+     "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them of the texts."),
     (r"default_collate: batch must contain .* found <class '([\w.]+)'>", (TypeError,),
      lambda m, _: f"Return tensors, numbers, dicts or tuples from __getitem__, not {m[1]}, or pass a collate_fn."),
     (r"DataLoader worker .*(?:exited unexpectedly|is killed)", (RuntimeError,), _WORKER_ENDED),

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from hasten._lib.errors import make_error
 from hasten._lib.names import nearest
+from hasten.extend.origin import comes_from
 from hasten.loggers import CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
+# What a collator makes: a dict, or what a program takes apart itself.
+Batch = dict[str, Any] | tuple[Any, ...] | list[Any]
 DataSets = Samples | dict[str, Samples] | None
 
 # The fields of TrainingArguments that are read, by what they are about, as on the page docs/start/transformers.md.
@@ -136,6 +140,58 @@ def check_given(
         raise missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
 
 
+def check_optimizers(
+    optimizers: Optimizer | Sequence[Any],
+    model_init: Callable[[], nn.Module] | None,
+    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None,
+) -> None:
+    """Refuse optimizers that are no pair, and those that another argument would leave unused."""
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        what = f"TransformersTrainer(optimizers={type(optimizers).__name__}): it must be a pair."
+        raise make_error(TypeError, what, fix="Write optimizers=(optimizer, scheduler), or (optimizer, None).")
+    given = any(each is not None for each in optimizers)
+    if given and model_init is not None:
+        what = (
+            "TransformersTrainer(optimizers=...): train() makes another model with model_init, which they do not train."
+        )
+        raise make_error(
+            ValueError, what, fix="Give optimizer_cls_and_kwargs=(class, arguments).", argument="optimizers"
+        )
+    if optimizers[0] is not None and optimizer_cls_and_kwargs is not None:
+        what = "TransformersTrainer: there are optimizers, and optimizer_cls_and_kwargs, too."
+        raise make_error(ValueError, what, fix="Give one of them.", argument="optimizers")
+
+
+def check_samples(samples: DataSets | DataLoader[Any], name: str) -> None:
+    """Refuse what is no data set: several of them, and a loader."""
+    if isinstance(samples, dict):
+        what = f"TransformersTrainer: {name} is a dict of {', '.join(map(str, samples))}."
+        raise make_error(TypeError, what, fix=f"Give one data set of it: {name}=data[...].", argument=name)
+    if isinstance(samples, DataLoader):
+        fix = (
+            f"Give its data set, {name}=loader.dataset, or return the loader in get_{name.split('_')[0]}_dataloader()."
+        )
+        raise make_error(
+            TypeError, f"TransformersTrainer: {name} is a {type(samples).__name__}.", fix=fix, argument=name
+        )
+    if name == "train_dataset" and isinstance(samples, Sized) and len(samples) == 0:
+        what = "TransformersTrainer: train_dataset is empty."
+        raise make_error(ValueError, what, fix="Look at how it was read, and at its filters.", argument=name)
+
+
+def check_loss(loss: Tensor | tuple[Any, ...] | float | None, owner: str) -> None:
+    """Refuse what ``compute_loss`` of a program, or its ``compute_loss_func``, returned in place of a loss."""
+    what, fix = f"{owner}.compute_loss() returned ", "Return the loss, a tensor with one value."
+    if isinstance(loss, tuple):
+        fix = "Return (loss, outputs) if return_outputs is True, and the loss alone if not."
+    if not isinstance(loss, Tensor):
+        raise make_error(TypeError, f"{what}{'None' if loss is None else f'a {type(loss).__name__}'}.", fix=fix)
+    if loss.numel() != 1:
+        raise make_error(
+            ValueError, f"{what}a tensor of shape {tuple(loss.shape)}.", fix="Return its mean, loss.mean()."
+        )
+
+
 def check_model(model: nn.Module | str | None, args: TrainingArguments) -> None:
     """Refuse the name of a model, and one whose labels cannot be smoothed."""
     if not isinstance(model, nn.Module):
@@ -171,7 +227,7 @@ def refused(args: TrainingArguments, name: str, fix: str) -> ValueError:
 
 def _kind_of(args: TrainingArguments) -> type[TrainingArguments]:
     """Return the class of transformers that the class of the arguments is, or that a program has added fields to."""
-    return next(kind for kind in type(args).__mro__ if kind.__module__.partition(".")[0] == "transformers")
+    return next(kind for kind in type(args).__mro__ if comes_from(kind, "transformers"))
 
 
 def values_of(args: TrainingArguments) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from hasten import LightningModule
 from hasten._lib.errors import make_error
 from hasten_tools.transformers import checkpoints
-from hasten_tools.transformers.arguments import refused
+from hasten_tools.transformers.arguments import Batch, check_loss, refused
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
@@ -28,9 +28,21 @@ if TYPE_CHECKING:
     from hasten_tools.transformers.trainer import TransformersTrainer
 
 
-def _entry(batch: Any, name: str) -> Any:
+def _entry(batch: Batch, name: str) -> Any:
     """Return an entry of a batch; None if it has none, or is a tuple that a collator of the program makes."""
     return batch.get(name) if isinstance(batch, Mapping) else None
+
+
+@contextmanager
+def _notes_of_outputs(owner: TransformersTrainer) -> Iterator[None]:
+    """Say in which method the outputs of an evaluation are missing."""
+    try:
+        yield
+    except TypeError as error:
+        if "iteration over a 0-d tensor" in str(error):
+            where = f"{type(owner).__name__}.compute_loss()"
+            error.add_note(f"{where} returned the loss alone. Return (loss, outputs) if return_outputs is True.")
+        raise
 
 
 class TransformersModule(LightningModule):
@@ -100,26 +112,27 @@ class TransformersModule(LightningModule):
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> int | None:
         return -1 if self.owner.control.should_epoch_stop else None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         count, owner = self._targets(batch), self.owner
         with owner.compute_loss_context_manager():
             loss = owner.compute_loss(self.model, owner._prepare_inputs(batch), num_items_in_batch=count)
+        check_loss(loss, type(owner).__name__)
         is_alone = self.args.gradient_accumulation_steps == 1 and not dist.is_initialized()
         is_alone = is_alone or owner.loss_is_scaled_for_ga is False
         self._note(batch, loss, 1 if count is None or is_alone else count)
         return loss if is_alone or count is None else {"loss": loss, "loss_weight": count}
 
-    def _note(self, batch: Any, loss: Tensor, count: Any) -> None:
+    def _note(self, batch: Batch, loss: Tensor, count: Any) -> None:
         inputs, strategy = self._main_input(batch), self.args.logging_strategy
         self.inputs += 0 if inputs is None else inputs.numel()
         self.losses.append((loss.detach(), count))
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
 
-    def _main_input(self, batch: Any) -> Any:
+    def _main_input(self, batch: Batch) -> Any:
         return _entry(batch, getattr(self.model, "main_input_name", "input_ids"))
 
-    def _targets(self, batch: Any) -> Tensor | None:
+    def _targets(self, batch: Batch) -> Tensor | None:
         owner, labels = self.owner, _entry(batch, "labels")
         # Whether the loss is a mean over targets, so that batches of one step count by their targets.
         counts = owner.model_accepts_loss_kwargs or owner.compute_loss_func is not None
@@ -135,13 +148,16 @@ class TransformersModule(LightningModule):
         self.values: dict[str, Any] = {}
         self.samples = 0
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         from transformers.trainer_pt_utils import find_batch_size
 
         owner, args, size = self.owner, self.args, find_batch_size(batch) or 1
         self.samples += size
         inputs = self._main_input(batch)
-        loss, logits, labels = owner.prediction_step(self.model, batch, self.loss_only, ignore_keys=self.ignored)
+        with _notes_of_outputs(owner):
+            loss, logits, labels = owner.prediction_step(
+                self.model, cast(Any, batch), self.loss_only, ignore_keys=self.ignored
+            )
         if "predict_with_generate" in vars(args):
             size = args.eval_batch_size  # Seq2SeqTrainer counts each batch as a full one.
         if loss is not None:
@@ -170,7 +186,12 @@ class TransformersModule(LightningModule):
         predictions, labels, inputs, losses = self.found
         if compute_metrics is None or predictions is None or labels is None:
             return
-        values = compute_metrics(EvalPrediction(predictions, labels, inputs=inputs, losses=losses))
+        values: Any = compute_metrics(EvalPrediction(predictions, labels, inputs=inputs, losses=losses))
+        if not isinstance(values, Mapping):
+            what = f"compute_metrics() returned {values!r}, and must return a dict of values."
+            raise make_error(
+                TypeError, what, fix="Return {'accuracy': accuracy}, for instance.", argument="compute_metrics"
+            )
         for name, value in denumpify_detensorize(values).items():
             whole = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
             self.values[whole] = value
@@ -215,11 +236,11 @@ class ModuleOfStep(TransformersModule):
         super().__init__(owner)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         owner, run = self.owner, self.trainer.current_run
         # The program may take entries out of its batch.
         given = dict(batch) if isinstance(batch, Mapping) else batch
-        self._note(given, owner.training_step(self.model, batch, self._targets(batch)), 1)
+        self._note(given, owner.training_step(self.model, cast(Any, batch), self._targets(batch)), 1)
         engine = run.runtime.engine
         assert owner.optimizer is not None
         if engine.unscale is not None:

@@ -37,13 +37,16 @@ from hasten_tools.transformers import checkpoints
 from hasten_tools.transformers.arguments import (
     LOGGERS,
     OTHER_NAMES,
+    Batch,
     DataSets,
     Samples,
     check_fields,
     check_given,
     check_model,
     check_names,
+    check_optimizers,
     check_overrides,
+    check_samples,
     missing,
     precision_of,
     values_of,
@@ -207,6 +210,7 @@ class TransformersTrainer:
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_fields(args)
         check_given(model, model_init, eval_dataset, args)
+        check_optimizers(optimizers, model_init, optimizer_cls_and_kwargs)
         seed_everything(args.seed, verbose=False)
         set_verbosity(args.get_process_log_level())
         self.model_init = model_init
@@ -478,7 +482,7 @@ class TransformersTrainer:
             given.setdefault("num_beams", args["generation_num_beams"])
         self._gen_kwargs = given
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: Batch) -> Any:
         """Return a copy of a batch, on the device: a program may take entries out. A subclass can override this."""
         return self._prepare_input(inputs)
 
@@ -601,7 +605,12 @@ class TransformersTrainer:
         """Return a loader of ``eval_dataset``, of one in it by its name, or of another data set."""
         if eval_dataset is None and self.eval_dataset is None:
             raise missing("evaluate()", "eval_dataset")
-        given = cast(Any, self.eval_dataset)[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        if isinstance(eval_dataset, str) and eval_dataset not in sets:
+            what = f"TransformersTrainer.evaluate({eval_dataset!r}): eval_dataset is "
+            what += f"a dict of {', '.join(sets)}." if sets else "no dict of data sets."
+            raise make_error(ValueError, what, fix="Give one of its names, or a data set.", argument="eval_dataset")
+        given = sets[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         return self._loader(self.eval_dataset if given is None else given)
 
     get_test_dataloader = get_eval_dataloader
@@ -775,6 +784,7 @@ class TransformersTrainer:
 
     def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any]:
         args, collate, use = self.args, self.data_collator, "training" if training else "evaluation"
+        check_samples(dataset, "train_dataset" if training else "eval_dataset")
         if isinstance(dataset, getattr(sys.modules.get("datasets"), "Dataset", ())):
             dataset = self._remove_unused_columns(dataset, description=use)
         else:
