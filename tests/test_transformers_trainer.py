@@ -613,6 +613,8 @@ def test_mistakes_are_named_where_they_are(tmp_path: Path) -> None:
             make(**given).train()
     with refused(ValueError, "eval_dataset", says="a dict of a", fix="one of its names"):
         make(eval_dataset={"a": DATA}).evaluate("b")
+    with refused(ValueError, "remove_unused_columns", fix="Rename them (input_ids, "):
+        make(train_dataset=[{"text": 1}, {"text": 2}]).train()
     rows = [{"input_ids": [3] * (number + 1), "labels": [3] * (number + 1)} for number in range(4)]
     with pytest.raises(ValueError) as ragged:
         make(train_dataset=rows).train()
@@ -730,22 +732,24 @@ def test_a_subclass_finds_the_methods_that_programs_copy_from_transformers(tmp_p
 def test_the_model_is_on_its_device_before_and_after_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[str] = []
 
-    class Moves(TransformersTrainer):
-        def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-            assert model is self.model
-            places.append(device.type)
+    def move(module: nn.Module, device: torch.device) -> nn.Module:
+        places.append(torch.device(device).type)
+        return module
 
     def leave(_: object, module: nn.Module) -> bool:
         places.append("host")
         return False
 
     monkeypatch.setattr("hasten.strategies.base.Sharding.to_host", leave)
+    monkeypatch.setattr("hasten_tools.transformers.module.TransformersModule.to", move)
     args = arguments(tmp_path, max_steps=1, save_strategy="no")
-    trainer = Moves(language_model(), args, train_dataset=DATA, eval_dataset=DATA, enable_model_summary=False)
+    given: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA, "enable_model_summary": False}
+    trainer = TransformersTrainer(language_model(), args, **given)
     assert places == ["cpu"]
-    trainer.train()
-    trainer.evaluate()
-    assert places == ["cpu", "host", "cpu", "host", "cpu"]
+    for run in (trainer.train, trainer.evaluate):
+        places.clear()
+        run()
+        assert places == ["cpu", "host", "cpu"]
 
 
 def test_columns_and_the_number_of_samples_are_those_that_a_subclass_says(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ _NEVER_CALLED = frozenset(
     {
         "_get_learning_rate",
         "_get_num_items_in_batch",
+        "_move_model_to_device",
         "_prepare_context_parallel_inputs",
         "_wrap_model",
         "create_accelerator_and_postprocess",

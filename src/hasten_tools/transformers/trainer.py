@@ -261,7 +261,8 @@ class TransformersTrainer:
         """Move the model to its device, where programs expect it before and after a run; not one that is divided."""
         strategy = self.trainer.strategy
         if (strategy.world_size == 1 or strategy.name == "ddp") and not _is_sharded(self.model):
-            self._move_model_to_device(self.model, strategy.root_device)
+            # As a run does: to() of a quantized model may refuse this.
+            self.module.to(strategy.root_device)
 
     def _check_devices(self, devices: object) -> None:
         if self.trainer.num_devices > 1 and not dist.is_initialized():
@@ -484,6 +485,12 @@ class TransformersTrainer:
 
     def _prepare_inputs(self, inputs: Batch) -> Any:
         """Return a copy of a batch, on the device: a program may take entries out. A subclass can override this."""
+        if len(inputs) == 0:
+            self._set_signature_columns_if_needed()
+            known = ", ".join(self._signature_columns or ())
+            what = f"A batch is empty: {type(self.model).__name__}.forward() takes none of the columns of the data."
+            fix = f"Rename them ({known}), or write TrainingArguments(remove_unused_columns=False)."
+            raise make_error(ValueError, what, fix=fix, argument="remove_unused_columns")
         return self._prepare_input(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
