@@ -241,6 +241,10 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
     def make(kind: type[TransformersTrainer] = TransformersTrainer, model: Any = None, **given: Any) -> Any:
         return kind(language_model() if model is None else model, arguments(tmp_path), **given)
 
+    class Logging(TransformersTrainer):
+        def _maybe_log_save_evaluate(self, *_: Any, **__: Any) -> None:
+            raise AssertionError
+
     class Counting(TransformersTrainer):
         def _get_num_items_in_batch(self, batches: Any, device: Any = None) -> Any:
             raise AssertionError
@@ -248,6 +252,7 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
     refusals: list[tuple[dict[str, Any], str, str]] = [
         ({"kind": Looping}, "", "a step of your own"),
         ({"kind": Counting}, "", "a step of your own"),
+        ({"kind": Logging}, "", "Override log()"),
         ({"model_init": language_model}, "model", "model_init="),
         ({"model": "bert-base-uncased"}, "model", "from_pretrained('bert-base-uncased')"),
         ({"tokenizer": object(), "processing_class": object()}, "tokenizer", "processing_class"),

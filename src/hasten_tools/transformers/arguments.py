@@ -95,6 +95,13 @@ _NEVER_CALLED = frozenset(
         "create_accelerator_and_postprocess",
     }
 )
+# What to override in place of a method that is never called; a step of one's own for the others.
+_INSTEAD_OF_OVERRIDES = {
+    "_maybe_log_save_evaluate": "Override log(), evaluate() or _save_checkpoint(), or write a callback.",
+    "_save_optimizer_and_scheduler": "Override _save_checkpoint().",
+    "_wrap_model": "Change the model before you give it to the trainer, or give strategy=...",
+    "create_accelerator_and_postprocess": "Give strategy=..., precision=... or devices=... to the trainer.",
+}
 # The loggers of hasten, by their names in ``report_to``; others are callbacks of transformers.
 LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
     "comet_ml": lambda args: CometLogger(name=args.run_name),
@@ -124,7 +131,8 @@ def check_overrides(kind: type[Any], base: type[Any]) -> None:
         for name in vars(each):
             if hasattr(transformers.Trainer, name) and (name in _NEVER_CALLED or not hasattr(base, name)):
                 what = f"{each.__name__}.{name}() would never be called: hasten has its own loop."
-                raise make_error(TypeError, what, fix="Write a LightningModule with a step of your own.")
+                fix = _INSTEAD_OF_OVERRIDES.get(name, "Write a LightningModule with a step of your own.")
+                raise make_error(TypeError, what, fix=fix)
 
 
 def check_given(
