@@ -245,13 +245,13 @@ def test_what_only_the_trainer_of_transformers_has_is_refused_with_the_line_to_w
         def _maybe_log_save_evaluate(self, *_: Any, **__: Any) -> None:
             raise AssertionError
 
-    class Counting(TransformersTrainer):
-        def _get_num_items_in_batch(self, batches: Any, device: Any = None) -> Any:
+    class Preparing(TransformersTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
             raise AssertionError
 
     refusals: list[tuple[dict[str, Any], str, str]] = [
         ({"kind": Looping}, "", "a step of your own"),
-        ({"kind": Counting}, "", "a step of your own"),
+        ({"kind": Preparing}, "", "strategy="),
         ({"kind": Logging}, "", "Override log()"),
         ({"model_init": language_model}, "model", "model_init="),
         ({"model": "bert-base-uncased"}, "model", "from_pretrained('bert-base-uncased')"),
