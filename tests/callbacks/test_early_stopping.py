@@ -80,6 +80,27 @@ def test_after_how_many_steps_it_stops(
     assert fit(values, trainer=trainer, **{"patience": 2, **options})[0].global_step == steps
 
 
+def test_a_value_that_improves_before_min_epochs_takes_the_request_to_stop_back(tmp_path: Path) -> None:
+    values = [1.0, 2.0, 3.0, 0.5, 0.4, 0.3, 0.4, 0.5, 0.6]
+    saves = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    stopper = EarlyStopping("val_loss", patience=2)
+    trainer = run(Scripted(val=values), stopper, saves, max_epochs=9, min_epochs=5)
+    assert (trainer.current_epoch, stopper.stopped_epoch, stopper.best_score) == (8, 7, values[5])
+    again = EarlyStopping("val_loss", patience=2)
+    resumed = run(Scripted(val=values), again, max_epochs=9, min_epochs=5, ckpt_path=str(tmp_path / "epoch=2.ckpt"))
+    assert (resumed.current_epoch, again.stopped_epoch) == (8, 7)
+
+
+def test_a_request_to_stop_of_the_program_is_not_taken_back() -> None:
+    def stop(trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == 2:
+            trainer.should_stop = True
+
+    program, stopper = LambdaCallback(on_train_epoch_end=stop), EarlyStopping("val_loss", patience=1)
+    trainer = quick(Scripted(val=[1, 2, 0.5, 0.4, 0.3, 0.2]), program, stopper, max_epochs=6, min_epochs=4)
+    assert (trainer.current_epoch, stopper.stopping_reason) == (4, EarlyStoppingReason.NOT_STOPPED)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_stops(value: float) -> None:
     trainer, stopper = fit([1.0, value, 0.5])

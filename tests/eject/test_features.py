@@ -154,6 +154,12 @@ CASES = {
         has=("class EarlyStopping",),
         lacks=("autocast",),
     ),
+    "early stopping that a later value takes back": Case(
+        'max_epochs=4, min_epochs=3, callbacks=[EarlyStopping("val_loss", patience=1)]',
+        steps=STEPS.replace("self.loss(batch), prog_bar=True", "float((1, 2, 0.5, 0.4)[self.current_epoch])"),
+        has=("self.has_asked",),
+        lacks=("autocast",),
+    ),
     "LBFGS": Case(
         optimizer="torch.optim.LBFGS(self.parameters(), max_iter=3)", has=("def closure():",), lacks=("autocast",)
     ),

@@ -37,7 +37,8 @@ class EarlyStopping(Callback):
     """Stop training when a logged value no longer improves.
 
     The value is checked when it is new: after the validation that logs it, or when a training epoch ends.
-    Its state is part of checkpoints, so a resumed run stops when the uninterrupted one would.
+    Its state is part of checkpoints, so a resumed run stops when the uninterrupted one would. Where ``min_epochs`` or
+    ``min_steps`` of the Trainer keeps training going, a value that improves meanwhile lets it go on beyond them.
 
     Args:
         monitor: name of the value, as given to ``self.log``.
@@ -116,6 +117,8 @@ class EarlyStopping(Callback):
         self._resumes_unchecked = False
         # Whether it has asked the fit that runs to stop; a message in a checkpoint is about another fit.
         self._has_stopped_fit = False
+        # The number of its request among all requests to stop this fit.
+        self._stop_request = 0
 
     def _begin(self) -> None:
         self.wait_count = 0
@@ -225,12 +228,22 @@ class EarlyStopping(Callback):
         current = metrics[self.monitor].detach().squeeze().cpu().clone()
         should_stop, reason = self._evaluate_stopping_criteria(current)
         should_stop = bool(trainer.strategy.reduce_boolean_decision(should_stop, all=False))
-        trainer.should_stop = trainer.should_stop or should_stop
         if should_stop:
+            trainer.should_stop = True
+            self._stop_request = trainer.stop_requests
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._has_stopped_fit = reason, True
+        elif self._has_stopped_fit:
+            self._take_back(trainer)
         if reason and self.verbose:
             self._log_info(trainer, reason, self.log_rank_zero_only)
+
+    def _take_back(self, trainer: Trainer) -> None:
+        """Take the request to stop back: the value improved before ``min_epochs`` or ``min_steps`` let the fit end."""
+        if self._stop_request == trainer.stop_requests:  # Nobody else has asked since.
+            trainer.should_stop = False
+        self._has_stopped_fit, self.stopped_epoch = False, 0
+        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     @staticmethod
     def _log_info(trainer: Trainer, message: str, log_rank_zero_only: bool) -> None:

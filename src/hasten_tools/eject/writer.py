@@ -126,7 +126,7 @@ def _of_epochs(needs: Needs) -> dict[str, Any]:
     part_of_epoch = "max(1, int(num_batches * self.val_check_interval))"
     epoch_due = " and (self.current_epoch + 1) % self.check_val_every_n_epoch == 0" if needs.val_epochs else ""
     return {
-        "goes_on": _goes_on(needs),
+        "while_it_goes_on": _goes_on(needs),
         "leave": _leave(needs),
         "val_every_expression": part_of_epoch
         if isinstance(every, float)
@@ -299,14 +299,18 @@ def _scheduler_steps(needs: Needs, when: str, monitored: bool = False) -> list[s
     return lines
 
 
-def _goes_on(needs: Needs) -> str:
+def _goes_on(needs: Needs) -> list[str]:
+    """Return the head of the loop over the epochs, in one line if it fits."""
     tests = ["self.current_epoch < self.max_epochs"] if needs.max_epochs else []
     tests += ["self.global_step < self.max_steps"] if needs.max_steps else []
     if needs.stops:
         has_least = "min_epochs" in needs.use.parameters
         early = "self.current_epoch < self.min_epochs"
         tests.append(f"(not self.should_stop or {early})" if has_least else "not self.should_stop")
-    return " and ".join(tests)
+    head = f"while {' and '.join(tests)}:"
+    if len(head) <= 92:
+        return [head]
+    return ["while (", f"    {tests[0]}", *(f"    and {test}" for test in tests[1:]), "):"]
 
 
 def _leave(needs: Needs) -> str:
