@@ -66,6 +66,14 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {**ALL_STEPS, "monitor": "val_loss", "every_n_train_steps": 3},
         FALLING, {"max_epochs": 3}, "step=4@4 step=6@6 step=9@9 step=12@12"
     ),
+    "of files that are all kept, each has the value that comes at once": (
+        {**ALL_LOSSES, "save_top_k": -1, "every_n_train_steps": 2},
+        FALLING, {"max_epochs": 2, "val_check_interval": 4}, "s4-4@4 s6-4@6 s8-3@8"
+    ),
+    "of files that are all kept, the last of an epoch has its value": (
+        {**UNNAMED, "filename": "s{step}-{train_value:.0f}", "monitor": "train_value", "every_n_train_steps": 2},
+        {"train": [5.0, 4.0]}, {"max_epochs": 2, "limit_val_batches": 0}, "s4-5@4 s6-5@6 s8-4@8"
+    ),
     "a value of training steps is ranked at once": (
         {"filename": "{step}-{step_value:.0f}", "monitor": "step_value", "mode": "max", "every_n_train_steps": 3},
         {"val": [1.0], "step": True}, {"max_epochs": 2}, "step=6-step_value=5@6"

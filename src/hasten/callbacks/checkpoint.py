@@ -383,10 +383,10 @@ class ModelCheckpoint(Checkpoint):
             return
         self._source.update_in_training(trainer)
         source = self._source.stage
-        # Ranking waits for a new value; keeping all files only waits for the first.
+        # Ranking waits for a new value; keeping all files only waits for the first, and for one that comes at once.
         waits = self.monitor is not None and source != "step" and self.save_top_k != 0
         if self.save_top_k == -1 and source is not None:
-            waits = False
+            waits = waits and self._value_follows(trainer)
         self._deferred = self._deferred or waits
         with _weights_before_step(pl_module) as replaced:
             self._save(trainer, ranked=not waits, at_once=replaced)
@@ -464,6 +464,14 @@ class ModelCheckpoint(Checkpoint):
         if is_due:
             self._last_time_checked = now
         return is_due
+
+    def _value_follows(self, trainer: Trainer) -> bool:
+        """Return whether the monitored value is logged anew before another batch is trained."""
+        run = trainer.current_run
+        if self._source.stage == "validate":
+            schedule = run.data.validation_schedule
+            return schedule.decided_by is None and schedule.reached(run)
+        return run.progress.last_batch
 
     def _due_after_epoch(self, trainer: Trainer) -> bool:
         every = self._every_n_epochs

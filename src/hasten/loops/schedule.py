@@ -102,12 +102,16 @@ class ValidationSchedule:
         return not run.data.validation.is_off() and bool(self.decided_by(None))
 
     def due_by_interval(self, run: Run) -> bool:
-        """Return the same, by the arguments of the Trainer."""
+        """Return the same, by the arguments of the Trainer: the interval is complete, or the run is to stop."""
+        if run.limits.should_stop and run.limits.may_stop_early():
+            return self.due_in(run.progress.epoch) and not run.data.validation.is_off()
+        return self.reached(run)
+
+    def reached(self, run: Run) -> bool:
+        """Return whether the interval is complete with the batch just done; the same on all processes."""
         progress = run.progress
         if not self.due_in(progress.epoch) or run.data.validation.is_off():
             return False
-        if run.limits.should_stop and run.limits.may_stop_early():
-            return True
         if isinstance(self._interval, Period):
             if self._interval.steps is not None:
                 return progress.accumulation_index == 0 and progress.logged_step % self._interval.steps == 0
