@@ -166,6 +166,22 @@ def test_what_is_no_data_is_named(call: str, arguments: dict[str, Any], words: s
         getattr(quiet(), call)(Classifier(), **arguments)
 
 
+@pytest.mark.parametrize("returned", [None, []], ids=["None", "no loader"])
+def test_a_datamodule_that_wants_no_validation_is_told_how_to_write_it(returned: Any) -> None:
+    class Forgets(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+        def val_dataloader(self) -> Any:
+            return returned
+
+    with refused((ValueError, TypeError), fix="Trainer(limit_val_batches=0)", says="Forgets.val_dataloader()"):
+        quiet(max_epochs=1).fit(Classifier(), datamodule=Forgets())
+    trainer = quiet(max_epochs=1, limit_val_batches=0)
+    trainer.fit(Classifier(), datamodule=Forgets())
+    assert trainer.current_epoch == 1
+
+
 def test_data_of_the_module_itself() -> None:
     calls: list[str] = []
 

@@ -232,6 +232,8 @@ def _report_empty(loader: Any, name: str) -> None:
         what = f"{samples} samples of {dataset}, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
         if samples and loader.drop_last:
             fix = f"Write drop_last=False, or a batch_size of at most {samples}."
+    if name.startswith("the validate dataloader") or "val_dataloader()" in name:
+        fix += " To run without validation, write Trainer(limit_val_batches=0)."
     message = f"{name} has no batches: {what}"
     if not conventions.current().mistakes_are_warnings:
         raise MisconfigurationException(f"{message}.", fix=fix)

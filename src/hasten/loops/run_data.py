@@ -228,7 +228,10 @@ class StageData:
                 owner, hook = self._owner(), HOOK_OF[self.stage]
                 given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
                 if given is None:
-                    raise WrongType(f"{name} returned None.", fix="Return a DataLoader or an iterable.")
+                    fix = "Return a DataLoader or an iterable."
+                    if self.stage == "validate":
+                        fix += " To run without validation, write Trainer(limit_val_batches=0)."
+                    raise WrongType(f"{name} returned None.", fix=fix)
             found = self._several(given, name)
             self._streams = [
                 self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
