@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -139,6 +139,24 @@ def test_what_load_state_dict_cannot_take_is_told_what_to_write(saved: tuple[Net
         model.load_state_dict({name.removeprefix("a."): value for name, value in weights.items()})
     assert "Load them into model.a" in notes_of(caught.value)[0].fix
     assert not model.load_state_dict(weights).missing_keys
+
+
+def test_names_of_a_compiled_layer_are_explained(saved: tuple[Net, Path], tmp_path: Path) -> None:
+    class Compiled(Net):
+        def __init__(self, width: int = 4, extra: bool = False) -> None:
+            super().__init__(width, extra)
+            self.a = cast("nn.Linear", torch.compile(self.a, backend="eager"))
+
+    with pytest.raises(RuntimeError) as caught:
+        Compiled.load_from_checkpoint(saved[1])
+    assert "names of the model: call layer.compile() instead" in str(caught.value)
+    path = tmp_path / "compiled.ckpt"
+    torch.save({"state_dict": Compiled(width=3).state_dict()}, path)
+    with pytest.raises(RuntimeError) as caught:
+        Net.load_from_checkpoint(path, width=3)
+    assert "name.replace('_orig_mod.', '')" in str(caught.value)
+    names = {name.replace("_orig_mod.", ""): value for name, value in torch.load(path)["state_dict"].items()}
+    assert not Net(width=3).load_state_dict(names).missing_keys
 
 
 def test_missing_and_unexpected_keys_are_named(saved: tuple[Net, Path]) -> None:

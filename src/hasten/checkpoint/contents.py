@@ -377,6 +377,8 @@ def instead_of(state: Mapping[str, Any], present: Mapping[str, Any]) -> str:
         return f"Load {{name.removeprefix({prefix!r}): value for name, value in state_dict.items()}}."
     if prefix := _prefix(missing, unexpected):
         return f"Load them into model.{prefix[:-1]}: its names lack {prefix!r}."
+    if compiled := _compiled(missing, unexpected):
+        return compiled
     if renamed := _renamed(missing, unexpected, state, present):
         return f"{renamed[0]!r} looks like {renamed[1]!r}: was a layer renamed?"
     if not set(state) & set(present):
@@ -384,6 +386,19 @@ def instead_of(state: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     return (
         "Pass strict=False to load what fits. Trainer.fit(ckpt_path=...) needs all of it: call "
         "load_from_checkpoint(path, strict=False), and fit without ckpt_path."
+    )
+
+
+def _compiled(missing: list[str], unexpected: list[str]) -> str:
+    """Return what to write if the names differ by what ``torch.compile(layer)`` adds to them; "" if not."""
+    added = "_orig_mod."
+    if {name.replace(added, "") for name in missing} != {name.replace(added, "") for name in unexpected}:
+        return ""
+    if any(added in name for name in missing):
+        return f"torch.compile(layer) has added {added!r} to names of the model: call layer.compile() instead."
+    return (
+        f"torch.compile(layer) had added {added!r}: load {{name.replace({added!r}, ''): value for name, value in "
+        "state_dict.items()}, or call layer.compile() where the file is made."
     )
 
 
