@@ -470,9 +470,20 @@ def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * (batch_idx == 0)
 
+    class LazyHead(Classifier):
+        """Trains the layer that its first batch makes, and no other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.LazyLinear(2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.head(batch[0]), batch[1])
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet().fit(Ramp(lr=0.0), loader(16), loader(4))
+        quiet().fit(LazyHead(), loader(16), loader(4))
 
 
 @pytest.mark.parametrize(

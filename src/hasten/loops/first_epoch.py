@@ -67,6 +67,7 @@ class FirstEpoch:
         # Before the epoch: the steps so far, and how often torch had changed each trained parameter in place.
         self._steps = 0
         self._versions: list[tuple[nn.Parameter, int]] = []
+        self._has_lazy = False
         # Whether the module was in train mode then, and a copy of a parameter where the learning rate was 0.
         self._training = True
         self._still: tuple[nn.Parameter, Tensor] | None = None
@@ -111,6 +112,7 @@ class FirstEpoch:
             # Those of lazy layers are made by the first batch.
             if type(parameter) is not UninitializedParameter
         ]
+        self._has_lazy = len(self._versions) < len(trained)
         self._note(run)
         _warn_of_near_flags(module, trained)
         found: list[str] = []
@@ -196,7 +198,9 @@ class FirstEpoch:
         """Explain torch's warnings about losses, and warn about step values that no logger has received."""
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
-            _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps)
+            # How often those of lazy layers have changed is not known.
+            versions = [] if self._has_lazy else self._versions
+            _warn_of_untrained(run, versions, run.progress.global_step - self._steps)
             self._compare(run)
         self._versions, self._still, self._stepped = [], None, []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
