@@ -91,6 +91,11 @@ def test_a_value_that_improves_before_min_epochs_takes_the_request_to_stop_back(
     assert (resumed.current_epoch, again.stopped_epoch) == (8, 7)
 
 
+def test_a_request_to_stop_is_not_taken_back_for_a_value_that_is_no_better() -> None:
+    trainer, stopper = fit([1.0, math.nan, 2.0, 2.0, 2.0, 2.0], epochs=6, patience=9, trainer={"min_epochs": 4})
+    assert (trainer.current_epoch, stopper.stopping_reason) == (4, EarlyStoppingReason.NON_FINITE_METRIC)
+
+
 def test_a_request_to_stop_of_the_program_is_not_taken_back() -> None:
     def stop(trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.current_epoch == 2:

@@ -233,7 +233,7 @@ class EarlyStopping(Callback):
             self._stop_request = trainer.stop_requests
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._has_stopped_fit = reason, True
-        elif self._has_stopped_fit:
+        elif self._has_stopped_fit and self.wait_count == 0:  # The value has improved.
             self._take_back(trainer)
         if reason and self.verbose:
             self._log_info(trainer, reason, self.log_rank_zero_only)
