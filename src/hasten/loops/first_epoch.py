@@ -198,9 +198,7 @@ class FirstEpoch:
         """Explain torch's warnings about losses, and warn about step values that no logger has received."""
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
-            # How often those of lazy layers have changed is not known.
-            versions = [] if self._has_lazy else self._versions
-            _warn_of_untrained(run, versions, run.progress.global_step - self._steps)
+            _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps, lazy=self._has_lazy)
             self._compare(run)
         self._versions, self._still, self._stepped = [], None, []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
@@ -241,13 +239,19 @@ _BETWEEN = {
 }
 
 
-def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps: int) -> None:
-    """Warn of weights that the first epoch should have changed: of all, or of layers made after the optimizer."""
+def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps: int, *, lazy: bool) -> None:
+    """Warn of weights that the first epoch should have changed: of all, or of layers made after the optimizer.
+
+    With lazy layers, it is not known how often their weights have changed.
+
+    """
     # A graph of the device changes weights without counting it, and processes may have parts of them.
     counted = run.compiled is None and not run.runtime.several_processes
     if not counted or not run.module.automatic_optimization or run.conventions.warns_of_settings:
         return
     name, made_steps = type(run.module).__name__, steps > 0 and run.observers.guard is None and _counts_changes(run)
+    if lazy:
+        versions = []
     if made_steps and versions and all(one.grad is None and one._version == before for one, before in versions):
         rank_zero_warn(
             f"{name}: {steps} steps have changed no weight of the optimizer: none has a gradient at their end.",
