@@ -982,3 +982,13 @@ def test_a_program_knows_that_it_is_in_a_search_for_a_learning_rate() -> None:
     assert len(found.results["lr"]) == 2
     trainer.fit(Model(), loader(4))
     assert seen == [[2], [2], []]
+
+
+def test_a_program_knows_whether_a_command_line_for_fabric_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric.connector import _is_using_cli as of_connector
+    from lightning.fabric.fabric import _is_using_cli
+
+    assert not _is_using_cli()
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    assert _is_using_cli()
+    assert of_connector()
