@@ -984,6 +984,40 @@ def test_a_program_knows_that_it_is_in_a_search_for_a_learning_rate() -> None:
     assert seen == [[2], [2], []]
 
 
+def test_a_program_decides_itself_when_to_validate() -> None:
+    from types import MethodType
+
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    class Model(Classifier):
+        def on_validation_start(self) -> None:
+            if not self.trainer.sanity_checking:
+                validated.append(self.global_step)
+
+    def decide(self: _TrainingEpochLoop, data_fetcher: _DataFetcher) -> bool:
+        assert not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        assert self.trainer.val_check_batch == 3
+        asked.append((self.batch_idx, self.batch_progress.is_last_batch))
+        return self._should_check_val_epoch() and self.global_step in (1, 2, 5)
+
+    asked: list[tuple[int, bool]] = []
+    validated: list[int] = []
+    trainer = Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop.epoch_loop
+    by_interval = loop._should_check_val_fx
+    loop._should_check_val_fx = MethodType(decide, loop)
+    trainer.fit(Model(), loader(12), loader(4))
+    assert validated == [1, 2, 5]
+    assert asked == [(0, False), (1, False), (2, True)] * 2
+    # In a new fit, and what the arguments say can be asked for.
+    loop._should_check_val_fx = lambda data_fetcher: by_interval(data_fetcher) or loop.global_step == 7
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Model(), loader(12), loader(4))
+    assert validated == [1, 2, 5, 7, 9]
+
+
 def test_a_program_knows_whether_a_command_line_for_fabric_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.connector import _is_using_cli as of_connector
     from lightning.fabric.fabric import _is_using_cli

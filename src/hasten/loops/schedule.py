@@ -41,7 +41,7 @@ class ValidationSchedule:
         self,
         interval: int | float | Period,
         every_n_epochs: int | None,
-        decided_by: Callable[[object], object] | None = None,
+        decided_by: Callable[[], bool] | None = None,
     ) -> None:
         self.decided_by = decided_by
         self._last_seconds = time.monotonic()
@@ -83,6 +83,8 @@ class ValidationSchedule:
     def never_due(self, first_epoch: int, max_epochs: float, length: float) -> str:
         """Return the arguments that leave epochs of ``length`` batches without a validation; '' if one is due."""
         every, interval = self._every_n_epochs, self._interval
+        if self.decided_by is not None:
+            return ""
         if every is None:
             late = isinstance(interval, int) and interval > length * max_epochs
             return f"val_check_interval={interval}, check_val_every_n_epoch=None" if late else ""
@@ -98,8 +100,7 @@ class ValidationSchedule:
         """Return whether validation is due after the batch just done."""
         if self.decided_by is None:
             return self.due_by_interval(run)
-        # Lightning passes what fetches the batches.
-        return not run.data.validation.is_off() and bool(self.decided_by(None))
+        return not run.data.validation.is_off() and self.decided_by()
 
     def due_by_interval(self, run: Run) -> bool:
         """Return the same, by the arguments of the Trainer: the interval is complete, or the run is to stop."""

@@ -71,7 +71,7 @@ class TrainerSettings:
     _run: Run | None
     _accumulate_grad_batches: int
     # A program's own rule for when validation is due.
-    _validation_decided_by: Callable[[object], object] | None = None
+    _validation_decided_by: Callable[[], bool] | None = None
 
     max_epochs = Setting[int]("Epochs to train; -1 for no limit.", settable=False)
     min_epochs = Setting[int | None]("Epochs to train before a callback may stop the run.", settable=False)
@@ -141,7 +141,7 @@ class TrainerSettings:
                 continue
             warn_once(f"assigned {name}", f"trainer.{name} was set, which nothing reads.", fix=f"Write {instead}.")
 
-    def _decide_validation(self, decide: Callable[[object], object] | None) -> None:
+    def _decide_validation(self, decide: Callable[[], bool] | None) -> None:
         """Ask ``decide`` after each batch whether validation is due; None asks the arguments again."""
         self._validation_decided_by = decide
         if self._run is not None:

@@ -33,6 +33,7 @@ from hasten_lightning.loops.counts import (
     SchedulerCounts,
     Started,
 )
+from hasten_lightning.loops.fetchers import data_fetcher
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
@@ -235,7 +236,7 @@ class TrainingEpochLoop(LoopView):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "_should_check_val_fx":
-            self._trainer._decide_validation(value)
+            self._trainer._decide_validation(lambda: bool(value(data_fetcher(self._trainer))))
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
