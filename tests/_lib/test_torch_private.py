@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.programs import ROOT, fork_python
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -353,6 +354,10 @@ def test_files_and_the_processor() -> None:
     assert "torch._utils._rebuild_tensor_v2" in allowed
     info = torch_private.storage_info("file", 1, 2)
     assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    assert not torch_private.is_closed(stager)
+    stager.close()
+    assert torch_private.is_closed(stager)
     scores = torch.randn(2, 5, requires_grad=True)
     probabilities = scores.softmax(-1)
     gradient = torch.randn(2, 5)

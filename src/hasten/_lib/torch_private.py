@@ -520,6 +520,11 @@ def storage_info(file: str, offset: int, length: int) -> StorageInfo:
     return _StorageInfo(file, offset, length)
 
 
+def is_closed(stager: Any) -> bool:
+    """Return whether a ``DefaultStager`` can copy nothing more; that of torch 2.11 closes itself after each copy."""
+    return not stager._state_dict_stager._deepcopy_dispatch
+
+
 def allowed_globals() -> dict[str, Any]:
     """Return the classes and functions that ``torch.load(weights_only=True)`` allows by itself, by their names."""
     own: Any = torch

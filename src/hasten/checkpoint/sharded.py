@@ -258,11 +258,11 @@ class BackgroundSaves:
             raise earlier
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._stager = tensor_files.new_stager()
             if joined():
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
             # Before the process leaves its group, which would not wait for a save.
             atexit.register(self.close)
+        self._stager = tensor_files.stager(self._stager)
         one = _Save(contents, target, files, group=self._group)
         try:
             one.begin(stager=self._stager, earlier=earlier)

@@ -176,8 +176,10 @@ def save(tensors: dict[str, Tensor], writer: Writer, group: Group) -> None:
         save_tensors(cast("Any", stored), storage_writer=writer, planner=planner, process_group=group)
 
 
-def new_stager() -> DefaultStager:
+def stager(earlier: DefaultStager | None) -> DefaultStager:
     """Return an object that copies tensors to the host, and keeps the memory of its copies for the next time."""
+    if earlier is not None and not torch_private.is_closed(earlier):
+        return earlier
     pinned = torch.accelerator.is_available()
     return DefaultStager(
         StagingOptions(
