@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten as L
 import hasten.seed
 import hasten_lightning
+from hasten.loggers import CSVLogger
 from hasten.tuner import Tuner
 from hasten.utilities.exceptions import MisconfigurationException
 from hasten.utilities.warnings import PossibleUserWarning
@@ -155,6 +156,17 @@ def test_an_error_in_copies_of_this_process_reaches_callbacks_here() -> None:
         trainer.fit(Fails(), loader(8), loader(8))
     assert len(counts.errors) == 1
     assert trainer.interrupted
+
+
+def test_rows_that_copies_of_this_process_wrote_stay_when_others_test(tmp_path: Path) -> None:
+    trainer = quiet(devices=2, strategy="ddp_fork", max_epochs=1, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    model = Classifier()
+    trainer.fit(model, loader(16))
+    trainer.test(model, loader(16))
+    rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text(encoding="utf-8").splitlines()
+    names = rows[0].split(",")
+    assert {"test_loss", "train_loss"} <= {*names}
+    assert len(rows) == 4
 
 
 def test_workers_draw_the_numbers_that_lightning_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:

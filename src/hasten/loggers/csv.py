@@ -291,9 +291,20 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy continues the file, which has all rows so far; also in another process.
-        begun = self._begun if self._experiment is None else self.log_dir
         self._try_to_save()
-        return {**super().__getstate__(), "_begun": begun}
+        return {**super().__getstate__(), "_begun": self._folder_begun()}
+
+    def _folder_begun(self) -> str | None:
+        return self._begun if self._experiment is None else self.log_dir
+
+    def identity(self) -> dict[str, Any]:
+        """Return folder, name and version of this run, and whether its files are begun."""
+        return {**super().identity(), "begun": self._folder_begun()}
+
+    def take_identity(self, identity: dict[str, Any]) -> None:
+        """Take over the run of another process' logger; rows that it has written stay."""
+        super().take_identity(identity)
+        self._begun = identity.get("begun")
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -59,10 +59,17 @@ def default_logger(folder: str) -> Logger:
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
     """Give the loggers of all processes the identity of the first process's loggers: one folder for the run."""
     if runtime.several_processes:
-        identities = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
-        for logger, identity in zip(loggers, runtime.broadcast(identities), strict=False):
-            if isinstance(logger, Logger) and identity:
-                logger.take_identity(identity)
+        _take_identities(loggers, runtime.broadcast(_identities(loggers)))
+
+
+def _identities(loggers: Iterable[Any]) -> list[dict[str, Any]]:
+    return [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
+
+
+def _take_identities(loggers: Iterable[Any], identities: list[dict[str, Any]]) -> None:
+    for logger, identity in zip(loggers, identities, strict=False):
+        if isinstance(logger, Logger) and identity:
+            logger.take_identity(identity)
 
 
 def close_loggers(loggers: Iterable[Any], status: str) -> Exception | None:
@@ -293,6 +300,7 @@ def export_results(self: Trainer) -> dict[str, Any]:
             for callback in self._callbacks
         ],
         "values": (logged.callback_values, logged.logger_values, logged.bar_values),
+        "loggers": _identities(self._loggers),
         "history": self.history,
         "state": self.state,
         "should_stop": self.should_stop,
@@ -308,6 +316,7 @@ def import_results(self: Trainer, results: dict[str, Any]) -> None:
             setattr(callback, name, value)
     logged = self._logged
     logged.callback_values, logged.logger_values, logged.bar_values = results["values"]
+    _take_identities(self._loggers, results["loggers"])
     self.history = results["history"]
     self.state, self._should_stop = results["state"], results["should_stop"]
     _import_weights(self, results["weights"])
