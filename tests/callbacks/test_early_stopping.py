@@ -87,7 +87,7 @@ def test_a_value_that_improves_before_min_epochs_takes_the_request_to_stop_back(
     trainer = run(Scripted(val=values), stopper, saves, max_epochs=9, min_epochs=5)
     assert (trainer.current_epoch, stopper.stopped_epoch, stopper.best_score) == (8, 7, values[5])
     again = EarlyStopping("val_loss", patience=2)
-    resumed = run(Scripted(val=values), again, max_epochs=9, min_epochs=5, ckpt_path=str(tmp_path / "epoch=2.ckpt"))
+    resumed = quick(Scripted(val=values), again, max_epochs=9, min_epochs=5, ckpt_path=str(tmp_path / "epoch=2.ckpt"))
     assert (resumed.current_epoch, again.stopped_epoch) == (8, 7)
 
 
