@@ -242,6 +242,8 @@ class EarlyStopping(Callback):
         """Take the request to stop back: the value improved before ``min_epochs`` or ``min_steps`` let the fit end."""
         if self._stop_request == trainer.stop_requests:  # Nobody else has asked since.
             trainer.should_stop = False
+            if self.verbose:
+                self._log_info(trainer, f"{self.monitor} is better: training goes on.", self.log_rank_zero_only)
         self._has_stopped_fit, self.stopped_epoch = False, 0
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
