@@ -797,7 +797,7 @@ class LoggedValues:
             metric = None if entry["metric"] is None else metric_at(entry["metric"])
             logged.load_state_dict(entry, metric, self._runtime.device)
             if epoch_goes_on and logged.weight is None:
-                # Computed and published when the epoch ended: the rest of the epoch begins anew.
+                # Computed and published when the epoch ended: the rest of the epoch starts from zero.
                 logged.reset()
         callback, loggers = ({name for place, name in state.get("outdated", ()) if place == each} for each in _PLACES)
         self._outdate("", callback, loggers)

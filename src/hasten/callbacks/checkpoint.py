@@ -466,7 +466,7 @@ class ModelCheckpoint(Checkpoint):
         return is_due
 
     def _value_follows(self, trainer: Trainer) -> bool:
-        """Return whether the monitored value is logged anew before another batch is trained."""
+        """Return whether the monitored value is logged again before another batch is trained."""
         run = trainer.current_run
         if self._source.stage == "validate":
             schedule = run.data.validation_schedule

@@ -1,4 +1,4 @@
-"""What a program that decides itself when to validate is told: how batches of training are read."""
+"""How batches of training are read, for programs that decide themselves when to validate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class DataFetcher:
-    """How batches are read; hasten itself reads them elsewhere, and only the class tells something."""
+    """How batches are read. Only the class says something: hasten reads batches elsewhere."""
 
 
 class PrefetchDataFetcher(DataFetcher):

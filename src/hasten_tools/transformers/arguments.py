@@ -172,7 +172,7 @@ def check_optimizers(
 
 
 def check_samples(samples: DataSets | DataLoader[Any], name: str) -> None:
-    """Refuse what is no data set: several of them, and a loader."""
+    """Refuse what is not one data set: a dict of several, a loader, and one without samples."""
     if isinstance(samples, dict):
         what = f"TransformersTrainer: {name} is a dict of {', '.join(map(str, samples))}."
         raise make_error(TypeError, what, fix=f"Give one data set of it: {name}=data[...].", argument=name)

@@ -615,7 +615,7 @@ class TransformersTrainer:
         sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
         if isinstance(eval_dataset, str) and eval_dataset not in sets:
             what = f"TransformersTrainer.evaluate({eval_dataset!r}): eval_dataset is "
-            what += f"a dict of {', '.join(sets)}." if sets else "no dict of data sets."
+            what += f"a dict of {', '.join(sets)}." if sets else "not a dict of data sets."
             raise make_error(ValueError, what, fix="Give one of its names, or a data set.", argument="eval_dataset")
         given = sets[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         return self._loader(self.eval_dataset if given is None else given)
