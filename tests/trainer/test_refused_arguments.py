@@ -132,14 +132,15 @@ def test_loading_on_an_instance_and_bare_weights_are_refused(tmp_path: Any) -> N
         model.load_from_checkpoint(tmp_path / "bare.pt")
 
 
+class Broken(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("no such column")
+
+
 def test_an_error_in_a_worker_keeps_its_type_and_names_the_dataset() -> None:
-    class Broken(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> Any:
-            raise KeyError("no such column")
-
     with pytest.raises(KeyError) as caught:
         quiet().fit(Classifier(), torch.utils.data.DataLoader(Broken(), 4, num_workers=1))
     text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
