@@ -164,7 +164,7 @@ def test_where_memory_really_runs_out_batches_are_split() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("skipped", [[0], [0, 1], [3], list(range(10))])
+@pytest.mark.parametrize("skipped", [[0], [0, 1], [3]])
 def test_batches_without_a_loss_are_left_out_under_a_scaler(skipped: list[int]) -> None:
     class Skips(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
