@@ -69,13 +69,16 @@ _OF_LOADERS = (
 )
 
 
+def _method(trainer: object, kind: str, name: str) -> Any:
+    """Return a method of a Trainer of transformers, bound to ``trainer``; its import, which takes seconds, is late."""
+    return inspect.getattr_static(getattr(importlib.import_module("transformers"), kind), name).__get__(trainer)
+
+
 def _borrowed(name: str) -> Any:
     """Return a method of the Trainers of transformers that reads only what a ``TransformersTrainer`` has, too."""
 
     def call(self: TransformersTrainer, *args: Any, **given: Any) -> Any:
-        # Looked up when it is called: transformers takes seconds to import.
-        method = inspect.getattr_static(importlib.import_module("transformers").Seq2SeqTrainer, name)
-        return method.__get__(self)(*args, **given)
+        return _method(self, "Seq2SeqTrainer", name)(*args, **given)
 
     return call
 
@@ -259,10 +262,7 @@ class TransformersTrainer:
 
     def _place_model(self) -> None:
         """Move the model to its device, where programs expect it before and after a run; not one that is divided."""
-        strategy = self.trainer.strategy
-        if (strategy.world_size == 1 or strategy.name == "ddp") and not _is_sharded(self.model):
-            # As a run does: to() of a quantized model may refuse this.
-            self.module.to(strategy.root_device)
+        self.trainer.strategy.sharding.place(self.module)
 
     def _check_devices(self, devices: object) -> None:
         if self.trainer.num_devices > 1 and not dist.is_initialized():
@@ -303,8 +303,8 @@ class TransformersTrainer:
             what = "TransformersTrainer.hyperparameter_search(backend='ray'): ray copies a trainer to other processes, "
             what += "and a TransformersTrainer cannot be copied."
             raise make_error(ValueError, what, fix="Write backend='optuna', or 'wandb'.", argument="backend")
-        given = hp_space, compute_objective, n_trials, direction, backend, hp_name
-        return self._call("hyperparameter_search", *given, **kwargs)
+        search = _method(self, "Trainer", "hyperparameter_search")
+        return search(hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: ``train`` makes a ``hasten.Trainer`` for the arguments of each trial."""
@@ -401,7 +401,8 @@ class TransformersTrainer:
         Further arguments, such as ``max_length=20``, are those of ``generate``, for ``predict_with_generate=True``.
         """
         self._take_generation(generation)
-        return cast("dict[str, Any]", self._call("evaluate", eval_dataset, ignore_keys, metric_key_prefix))
+        evaluate = _method(self, "Trainer", "evaluate")
+        return cast("dict[str, Any]", evaluate(eval_dataset, ignore_keys, metric_key_prefix))
 
     def predict(
         self,
@@ -415,11 +416,8 @@ class TransformersTrainer:
             what = "TransformersTrainer.predict(): each process has a part of the data."
             raise make_error(RuntimeError, what, fix="Start another program in one process for it.")
         self._take_generation(generation)
-        return cast("PredictionOutput", self._call("predict", test_dataset, ignore_keys, metric_key_prefix))
-
-    def _call(self, name: str, *given: Any, **more: Any) -> Any:
-        """Call a method of ``transformers.Trainer`` that this class has, too."""
-        return vars(importlib.import_module("transformers").Trainer)[name](self, *given, **more)
+        predict = _method(self, "Trainer", "predict")
+        return cast("PredictionOutput", predict(test_dataset, ignore_keys, metric_key_prefix))
 
     def evaluation_loop(
         self,
@@ -463,12 +461,12 @@ class TransformersTrainer:
         **generation: Any,
     ) -> tuple[Any, Any, Any]:
         """Return the loss, the logits or what is generated, and the labels of a batch; a subclass can override it."""
-        given = model, inputs, prediction_loss_only, ignore_keys
         if not vars(self.args).get("predict_with_generate") or prediction_loss_only:
-            return cast("tuple[Any, Any, Any]", self._call("prediction_step", *given))
-        from transformers import Seq2SeqTrainer
-
-        return cast("tuple[Any, Any, Any]", cast(Any, Seq2SeqTrainer).prediction_step(self, *given, **generation))
+            kind, generation = "Trainer", {}
+        else:
+            kind = "Seq2SeqTrainer"
+        step = _method(self, kind, "prediction_step")
+        return cast("tuple[Any, Any, Any]", step(model, inputs, prediction_loss_only, ignore_keys, **generation))
 
     def _take_generation(self, given: dict[str, Any]) -> None:
         """Keep the arguments of ``generate`` where ``prediction_step`` looks for them."""
@@ -625,7 +623,7 @@ class TransformersTrainer:
     def _get_train_sampler(self, train_dataset: Samples | None = None) -> Sampler[int] | None:
         """Return the order of transformers for the training data; a subclass can override this, and the next."""
         given = [] if train_dataset is None or train_dataset is self.train_dataset else [train_dataset]
-        return cast("Sampler[int] | None", self._call("_get_train_sampler", *given))
+        return cast("Sampler[int] | None", _method(self, "Trainer", "_get_train_sampler")(*given))
 
     def _get_eval_sampler(self, eval_dataset: Samples) -> Sampler[int] | None:
         """Return None: data is evaluated in its order."""
