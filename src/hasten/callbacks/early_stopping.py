@@ -230,7 +230,7 @@ class EarlyStopping(Callback):
         should_stop = bool(trainer.strategy.reduce_boolean_decision(should_stop, all=False))
         if should_stop:
             trainer.should_stop = True
-            self._stop_request = trainer.stop_requests
+            self._stop_request = trainer.current_run.limits.stop_requests
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._has_stopped_fit = reason, True
         elif self._has_stopped_fit and self.wait_count == 0:  # The value has improved.
@@ -240,7 +240,7 @@ class EarlyStopping(Callback):
 
     def _take_back(self, trainer: Trainer) -> None:
         """Take the request to stop back: the value improved before ``min_epochs`` or ``min_steps`` let the fit end."""
-        if self._stop_request == trainer.stop_requests:  # Nobody else has asked since.
+        if self._stop_request == trainer.current_run.limits.stop_requests:  # Nobody else has asked.
             trainer.should_stop = False
             if self.verbose:
                 self._log_info(trainer, f"{self.monitor} is better: training goes on.", self.log_rank_zero_only)

@@ -299,6 +299,8 @@ class Limits:
     def __init__(self, stop: StopRequests, number: int = 0) -> None:
         self.stop, self.number = stop, number
         self.should_stop = False
+        # How often the program, or a callback, has asked for it.
+        self.stop_requests = 0
         # Whether all processes have agreed to stop; one process does not stop alone.
         self.stop_agreed = False
         # Whether the user was told that a request to stop waits for a minimum.

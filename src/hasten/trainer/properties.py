@@ -101,7 +101,6 @@ class TrainerView(RuntimeView, TrainerSettings):
     _module: LightningModule | None
     _datamodule: LightningDataModule | None
     _should_stop: bool
-    _stop_requests: int
     _ckpt_path: str | None
     _assigned_path: str | None
     _received_sigterm: bool
@@ -147,13 +146,14 @@ class TrainerView(RuntimeView, TrainerSettings):
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self._should_stop = bool(stop)
-        self._stop_requests += bool(stop)
-        if self._run is not None:
-            self._run.limits.should_stop = bool(stop)
-            if not stop:
-                self._run.limits.stop_agreed = self._run.limits.stop.asks = False
-
-    stop_requests = ReadOnly[int]("_stop_requests", "How often ``should_stop`` was set to True.")
+        if self._run is None:
+            return
+        limits = self._run.limits
+        limits.should_stop = bool(stop)
+        if stop:
+            limits.stop_requests += 1
+        else:
+            limits.stop_agreed = limits.stop.asks = False
 
     # -- state
 

@@ -259,7 +259,6 @@ class Trainer(TrainerView):
         self._hooks: Hooks | None = None
         self._run: Run | None = None
         self._should_stop = False
-        self._stop_requests = 0
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
         self._loggers = parts.loggers(self._arguments)
         self._callbacks = WatchedList(parts.callbacks(self._arguments), self._callbacks_changed)
