@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from hasten._lib.observers import set_until
 from hasten._lib.tree import leaves
 from hasten.checkpoint.snapshots import own_attributes, put_attributes_back, ways_of
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in
-from hasten.seed import is_generator
+from hasten.seed import global_generators, is_generator
 
 HOW = ("selective", "full")
 
@@ -402,29 +401,9 @@ _LIBRARIES = (*ROOTS, "torch", "lightning", "numpy", "builtins")
 _DEPTH, _MOST_THINGS, _MOST_ITEMS = 3, 200, 200
 
 
-class _Python:
-    """Python's own generator of random numbers."""
-
-    getstate, setstate = staticmethod(random.getstate), staticmethod(random.setstate)
-
-
-class _Numpy:
-    """The generator behind ``numpy.random.rand`` and similar functions."""
-
-    @staticmethod
-    def getstate() -> Any:
-        return sys.modules["numpy"].random.get_state(legacy=False)
-
-    @staticmethod
-    def setstate(state: Any) -> None:
-        sys.modules["numpy"].random.set_state(state)
-
-
 def _holders(block: nn.Module, arguments: Iterable[Any]) -> list[tuple[Any, bool]]:
     """Return the objects whose contents a forward may change, and whether each must be assumed to have changed."""
-    found: dict[int, tuple[Any, bool]] = {id(_Python): (_Python, False)}
-    if "numpy" in sys.modules:
-        found[id(_Numpy)] = _Numpy, False
+    found: dict[int, tuple[Any, bool]] = {id(each): (each, False) for each in global_generators()}
 
     def visit(value: Any, depth: int) -> None:
         if isinstance(value, (*_SIMPLE, Tensor, nn.Module)) or id(value) in found or len(found) > _MOST_THINGS:
@@ -480,8 +459,6 @@ def _own(thing: Any) -> dict[str, Any]:
 
 def _ways_of(thing: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
     """Return what looks at the contents of a thing, and what puts them back."""
-    if thing is _Python or thing is _Numpy:
-        return lambda thing: thing.getstate(), lambda thing, state: thing.setstate(state)
     if isinstance(thing, nn.Module):
         # Its forward is replaced while blocks are recomputed.
         return _own, functools.partial(put_attributes_back, look=_own)

@@ -323,6 +323,25 @@ def is_kind_of_generator(kind: type) -> bool:
     return issubclass(kind, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator))
 
 
+def global_generators() -> list[Any]:
+    """Return the generators of Python and, if it is loaded, NumPy from which ``random.random`` and the like draw."""
+    # Functions of these modules are methods of their generators.
+    functions: list[Any] = [random.getstate]
+    if "numpy" in sys.modules:
+        functions.append(sys.modules["numpy"].random.get_state)
+    return [function.__self__ for function in functions]
+
+
+def seed_from(text: str) -> None:
+    """Seed the generators of Python, torch on the CPU, and NumPy with numbers that follow from a text."""
+    mixed = random.Random(text)
+    random.seed(mixed.getrandbits(64))
+    # Not torch.manual_seed, which would also seed the GPUs.
+    torch.default_generator.manual_seed(mixed.getrandbits(63))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed([mixed.getrandbits(32) for _ in range(4)])
+
+
 def state_of_generator(generator: object) -> object:
     """Return the state of a generator that ``is_generator`` knows, as plain data."""
     if isinstance(generator, torch.Generator):

@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import itertools
-import random
 import sys
 import warnings
 from collections import Counter
@@ -26,7 +25,7 @@ from hasten.data.loader_parts import has_state, is_hugging_face, overrides_iter,
 from hasten.data.memory.dataset_parts import parts
 from hasten.data.memory.read import DatasetProxy
 from hasten.extend.origin import package_of
-from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.seed import collect_rng_state, restore_rng_state, seed_from
 
 # Datasets of these packages, and of these classes only, divide themselves by the ranks that they find out.
 _DIVIDE_THEMSELVES = {"webdataset": None, "litdata": None, "streaming": "StreamingDataset"}
@@ -346,12 +345,12 @@ class _Reading:
         self._count = self._ahead = 0
         self.ended = False
         self._own: Iterator[Any] | None = None
-        self._random = _random_states()
+        self._random = collect_rng_state(cuda=False)
         with self._own_random_numbers():
             if (rng := loaded.get("rng", goes_on.rng)) is not None:
                 restore_rng_state(rng)
             else:
-                _seed_all(self._seed)
+                seed_from(self._seed)
             self._start = self._position() if has_state(dataset) else {}
             self._samples: Iterator[Any] = iter(dataset)
 
@@ -406,7 +405,7 @@ class _Reading:
             if share.decision in (PROCESSES, NOBODY):
                 # Other random numbers for other samples.
                 rank = f" rank {share.rank}" * (share.decision == NOBODY)
-                _seed_all(f"{self._seed}{rank} worker {self._worker}")
+                seed_from(f"{self._seed}{rank} worker {self._worker}")
         if self._goes_on.after:
             samples = self._remaining(samples)
         step, first = self._step()
@@ -488,13 +487,13 @@ class _Reading:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        outside = _random_states()
-        _set_random_states(self._random)
+        outside = collect_rng_state(cuda=False)
+        restore_rng_state(self._random)
         try:
             yield
         finally:
-            self._random = _random_states()
-            _set_random_states(outside)
+            self._random = collect_rng_state(cuda=False)
+            restore_rng_state(outside)
 
 
 def _not_had(samples: Iterator[Any], reads: Reads) -> Iterator[Any]:
@@ -506,28 +505,6 @@ def _not_had(samples: Iterator[Any], reads: Reads) -> Iterator[Any]:
     last: Iterator[Any] = itertools.islice(samples, turn * reads.batch_size) if more else iter(())
     kept = (sample for number, sample in enumerate(last) if number % turn >= more * reads.replicas)
     return itertools.chain(kept, samples)
-
-
-def _random_states() -> tuple[Any, Tensor, Any]:
-    numpy = sys.modules.get("numpy")
-    held = None if numpy is None else numpy.random.get_state(legacy=False)
-    return random.getstate(), torch.get_rng_state(), held
-
-
-def _set_random_states(states: tuple[Any, Tensor, Any]) -> None:
-    python, torchs, numpys = states
-    random.setstate(python)
-    torch.set_rng_state(torchs)
-    if numpys is not None:
-        sys.modules["numpy"].random.set_state(numpys)
-
-
-def _seed_all(text: str) -> None:
-    mixed = random.Random(text)
-    random.seed(mixed.getrandbits(64))
-    torch.default_generator.manual_seed(mixed.getrandbits(63))
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed([mixed.getrandbits(32) for _ in range(4)])
 
 
 # What a decision says of the first samples.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from torch.utils.data import get_worker_info
 from hasten._lib import torch_private
 from hasten.data.loader_parts import has_state, state_between
 from hasten.extend.origin import module_of
-from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.seed import collect_rng_state, restore_rng_state, seed_from
 
 State = dict[str, Any]
 
@@ -141,11 +139,9 @@ class SeedByRank:
 
     def __call__(self, worker_id: int) -> None:
         if self.rank:
-            mixed = random.Random(f"{torch.initial_seed()} rank {self.rank}")
-            random.seed(mixed.getrandbits(64))
-            torch.manual_seed(mixed.getrandbits(63))
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed([mixed.getrandbits(32) for _ in range(4)])
+            seed_from(f"{torch.initial_seed()} rank {self.rank}")
+            # GPUs, too, on which a worker may draw.
+            torch.manual_seed(torch.initial_seed())
         if self.user_function is not None:
             self.user_function(worker_id)
 
