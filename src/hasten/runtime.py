@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.names import defined_by_program
@@ -270,12 +270,6 @@ class Runtime:
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronize gradients."""
         return self.engine.no_sync(wrapped)
-
-    def make_exchange(
-        self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
-    ) -> Callable[[], None]:
-        """Return a function that exchanges the present gradients; see ``StepEngine.make_exchange``."""
-        return self.engine.make_exchange(module, wrapped, zero_loss)
 
     def to_device(self, data: T) -> T:
         """Return ``data`` with its tensors on the device; the same object if they are there already."""

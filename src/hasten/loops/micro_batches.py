@@ -355,7 +355,7 @@ def sync_gradients(run: Run) -> Callable[[], None]:
         used = [parameter for parameter in trained if parameter.grad is not None]
         return zero_loss(used or trained)
 
-    return run.runtime.make_exchange(module, run.wrapped, touch_used)
+    return run.runtime.engine.make_exchange(module, run.wrapped, touch_used)
 
 
 # -- messages
