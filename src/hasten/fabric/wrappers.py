@@ -21,7 +21,7 @@ from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors, move_to
 from hasten.data.divided import DividedDataset
-from hasten.data.loader_parts import ShardSampler
+from hasten.data.loader_parts import ShardSampler, samplers_of
 from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
@@ -345,9 +345,7 @@ class FabricDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._dataloader
-        batches = getattr(loader, "batch_sampler", None)
-        found = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-        samplers = {id(each): each for each in found}.values()
+        samplers = {id(each): each for each in samplers_of(loader)}.values()
         for sampler in samplers:
             # A program that resumes says itself which epoch it is in.
             if isinstance(sampler, (DistributedSampler, ShardSampler)) and sampler.epoch != self._last_epoch:
