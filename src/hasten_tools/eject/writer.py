@@ -14,10 +14,10 @@ from hasten_tools.eject.use import VALUES, Use
 
 
 def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
-    """Return the values that the templates need: each decision of ``Needs`` by its name, and texts."""
+    """Return the values that the templates need: what ``Use`` and ``Needs`` have, by its name there, and texts."""
     needs = Needs(facts, use)
     kept = _kept_arguments(needs)
-    result = dict(needs.types)
+    result = vars(use) | needs.types
     result |= {name: getattr(needs, name) for name, member in vars(Needs).items() if isinstance(member, property)}
     result |= _used(needs)
     result |= _of_device(needs)
@@ -57,28 +57,14 @@ def _used(needs: Needs) -> dict[str, Any]:
     facts, use = needs.facts, needs.use
     return {
         "precision": needs.precision,
-        "may_skip": use.may_skip,
-        "own_train": use.own_train,
-        "output": use.output,
-        "model_hooks": needs.hooks,
         # A class of another file may have both.
         "data_methods": use.data_methods or {"prepare_data", "setup"},
         "data_hooks": use.data_hooks if facts.data_from == "datamodule" else set(),
-        "members": use.members,
         "module": bool(use.members | use.missing_hooks) or needs.fits,
         "module_hooks": _module_hooks(use),
-        "seeds": use.seeds,
         "numpy": use.third_party,
         "verbs": set(use.verbs),
         "metrics": use.logs_metrics,
-        "step_logs": use.step_logs,
-        "train_epoch_logs": use.train_epoch_logs,
-        "keeps_loggers": use.keeps_loggers,
-        "loggers": use.loggers,
-        "of_trainer": use.of_trainer,
-        "peeks": use.peeks,
-        "user_callbacks": use.user_callbacks,
-        "classes": use.classes,
     }
 
 
@@ -190,9 +176,6 @@ def _of_checkpoints(needs: Needs, stem: str) -> dict[str, Any]:
     return {
         "named_checkpoints": needs.resumes,
         "folder": _folder(needs.arguments, stem) if needs.saves or needs.writes else "",
-        "file_names": use.file_names,
-        "best_k_models": use.best_k_models,
-        "hparams_are_dict": use.hparams_are_dict,
         "saves_hparams": "load_from_checkpoint" in use.members and use.saves_hparams,
     }
 
