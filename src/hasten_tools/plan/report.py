@@ -245,6 +245,28 @@ class FitPlan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        yield from self._heading()
+        yield ""
+        yield from aligned(self._facts(), [22, 0])
+        yield ""
+        yield from self._sent()
+        if self.bandwidth is not None:
+            yield ""
+            if self.meshes:
+                yield from self._meshes()
+            else:
+                seconds = self.measured.seconds(self.bandwidth), self.measured.computing_seconds(self.bandwidth)
+                yield "exchanging takes about {} in a step, and computing {}".format(*map(seconds_text, seconds))
+            yield self.bandwidth.text()
+        if self.changes:
+            yield ""
+            yield from self._changes()
+        if self.notes:
+            yield ""
+            yield from self.notes
+
+    def _heading(self) -> Iterator[str]:
+        """Yield what is planned: model, devices, strategy and mesh."""
         found = self.measured
         machines = "1 machine" if self.nodes == 1 else f"{self.nodes} machines"
         split = f", layers split over {found.tensor_parallel}" if found.tensor_parallel > 1 else ""
@@ -253,7 +275,10 @@ class FitPlan:
         if found.mesh and (found.strategy == "mesh" or found.mesh["replicate"] > 1):
             yield ", ".join(f"{axis}={count}" for axis, count in found.mesh.items())
         yield f"of {'the first process' if not self.stages else f'process {found.process}'}, in one training step:"
-        yield ""
+
+    def _facts(self) -> list[list[str]]:
+        """Return the rows about parameters and memory."""
+        found = self.measured
         frozen = found.parameters - found.trainable
         trained = f", {frozen:,} of them frozen" if frozen else ""
         share = found.local_elements / max(found.parameters, 1)
@@ -283,32 +308,21 @@ class FitPlan:
             )
             waits = "less than with other schedules" if found.idle is None else f"{found.idle:.1%} of a step"
             facts.append(["idle", f"{waits}, if all stages take the same time"])
-        yield from aligned(facts, [22, 0])
-        yield ""
+        return facts
+
+    def _sent(self) -> Iterator[str]:
+        """Yield the table of what the processes send."""
+        found = self.measured
         if not found.sent:
             yield "nothing is sent in a step"
-        else:
-            heads = ("calls", "tensors", "by each process (ring)", "within a machine", "between machines")
-            rows = [["sent in a step", *heads]]
-            for name, (calls, payload, ring) in sorted(found.sent.items()):
-                parts = found.links.get(name, ())
-                ends = [bytes_text(sum(part[end] for part in parts)) for end in (0, 1)]
-                rows.append([name, f"{calls:,}", bytes_text(payload), bytes_text(ring), *ends])
-            yield from aligned(rows, [18, 8, 12, 26, 20, 20], right_from=1)
-        if self.bandwidth is not None:
-            yield ""
-            if self.meshes:
-                yield from self._meshes()
-            else:
-                times = map(seconds_text, (found.seconds(self.bandwidth), found.computing_seconds(self.bandwidth)))
-                yield "exchanging takes about {} in a step, and computing {}".format(*times)
-            yield self.bandwidth.text()
-        if self.changes:
-            yield ""
-            yield from self._changes()
-        if self.notes:
-            yield ""
-            yield from self.notes
+            return
+        heads = ("calls", "tensors", "by each process (ring)", "within a machine", "between machines")
+        rows = [["sent in a step", *heads]]
+        for name, (calls, payload, ring) in sorted(found.sent.items()):
+            parts = found.links.get(name, ())
+            ends = [bytes_text(sum(part[end] for part in parts)) for end in (0, 1)]
+            rows.append([name, f"{calls:,}", bytes_text(payload), bytes_text(ring), *ends])
+        yield from aligned(rows, [18, 8, 12, 26, 20, 20], right_from=1)
 
     def _meshes(self) -> Iterator[str]:
         """Yield the lines about meshes, if the best one was searched."""
