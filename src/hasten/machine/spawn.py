@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import FrameType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -191,16 +192,66 @@ def _packed(error: BaseException) -> bytes:
     return packed
 
 
-def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> tuple[Any, Any]:
-    """Return the first process's result; raise as soon as one of them fails."""
-    first: tuple[Any, Any] = (None, None)
-    stopped_with: int | None = None
+@dataclass
+class _Outcome:
+    """What the processes of a run have reported, from which follows how the call in this process ends."""
+
+    # The result of the first process, the exit code with which processes have left, and the first that left: its rank,
+    # exit code and traceback.
+    result: tuple[Any, Any] = (None, None)
+    code: int | None = None
+    left: tuple[int, int, str] | None = None
+    # The code and the reason with which a process has ended, and what others saw of the death of a partner.
     ended: tuple[int, str] | None = None
     symptom: BaseException | None = None
-    # The first process that left by KeyboardInterrupt or SystemExit: its rank, exit code and traceback.
-    left: tuple[int, int, str] | None = None
-    deadline = math.inf
-    presses = 0
+    # When those that are silent are no longer waited for.
+    deadline: float = math.inf
+
+    def take(self, kind: str, content: Any, rank: int, *, is_first: bool) -> None:
+        """Take the last report of a process; an error is the consequence of the death of another process."""
+        if kind in ("error", "ended"):
+            # The error of the other process will arrive soon; where one ends, all must end at once.
+            self.deadline = min(self.deadline, time.monotonic() + launch.GRACE_SECONDS)
+        if kind == "error":
+            self.symptom = content
+        elif kind == "ended":
+            self.ended = content
+        elif kind == "exit":
+            self.code = content[0]
+            self.left = self.left or (rank, *content)
+        elif is_first:
+            self.result = content
+
+    def conclude(self) -> tuple[Any, Any]:
+        """Return the result of the first process; raise if the run was stopped or a process has died."""
+        code = self.code
+        if self.ended is not None:
+            code, reason = self.ended
+            if code <= 128:
+                raise RuntimeError(f"{reason} The places of all ranks are printed above.")
+        elif self.symptom is not None:
+            self._explain_symptom(self.symptom)
+        if code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        if code is not None:
+            raise leaving(code)
+        return self.result
+
+    def _explain_symptom(self, symptom: BaseException) -> NoReturn:
+        if self.left is None:
+            raise symptom
+        rank, code, text = self.left
+        if code == 0:
+            raise RuntimeError(launch.describe_death(rank, 0)) from RemoteTraceback(text)
+        # The others lost a partner that left the run: that is the reason.
+        where = f"raised in the process of rank {rank}"
+        ending = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else leaving(code)
+        raise ending from RemoteTraceback(text)
+
+
+def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> tuple[Any, Any]:
+    """Return the first process's result; raise as soon as one of them fails."""
+    outcome, presses = _Outcome(), 0
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal presses
@@ -211,47 +262,19 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
 
     with handling(forward):  # The processes stop between two steps.
         open_ends = {connection: rank for rank, connection in enumerate(connections)}
-        while open_ends and time.monotonic() < deadline:
+        while open_ends and time.monotonic() < outcome.deadline:
             for ready in wait(list(open_ends), timeout=0.2):
                 assert isinstance(ready, Connection)
-                rank = open_ends.pop(ready)
-                kind, content = _received(ready, processes[rank], first_rank + rank)
-                if kind == "error" and collectives.lost_partner(content):
-                    # The consequence of the death of another process, whose own error will arrive soon.
-                    symptom, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
-                elif kind == "error":
+                place = open_ends.pop(ready)
+                rank = first_rank + place
+                kind, content = _received(ready, processes[place], rank)
+                if kind == "error" and not collectives.lost_partner(content):
                     note_who_lives(content, {first_rank + i: each.is_alive() for i, each in enumerate(processes)})
                     raise content
-                elif kind == "ended":
-                    # All processes must end at once: one that does not is stopped.
-                    ended, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
-                elif kind == "exit":
-                    stopped_with = content[0]
-                    left = left or (first_rank + rank, *content)
-                elif rank == 0:
-                    first = content
+                outcome.take(kind, content, rank, is_first=place == 0)
             if presses > 1:
                 raise KeyboardInterrupt
-    if ended is not None:
-        code, reason = ended
-        if code <= 128:
-            raise RuntimeError(f"{reason} The places of all ranks are printed above.")
-        stopped_with = code
-    elif symptom is not None:
-        if left is None:
-            raise symptom
-        rank, code, text = left
-        if code == 0:
-            raise RuntimeError(launch.describe_death(rank, 0)) from RemoteTraceback(text)
-        # The others lost a partner that left the run: that is the reason.
-        where = f"raised in the process of rank {rank}"
-        ending = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else leaving(code)
-        raise ending from RemoteTraceback(text)
-    if stopped_with == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
-    if stopped_with is not None:
-        raise leaving(stopped_with)
-    return first
+    return outcome.conclude()
 
 
 def _received(connection: Connection, process: Any, rank: int) -> tuple[str, Any]:
