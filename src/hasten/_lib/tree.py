@@ -382,6 +382,12 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_array(value: object) -> bool:
+    """Return whether a value is an array of NumPy, which need not be imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 class AttributeDict(dict[str, Any]):
     """A dict whose keys are also attributes.
 

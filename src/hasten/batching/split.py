@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from hasten._lib.errors import make_error
-from hasten._lib.tree import children, rebuilt
+from hasten._lib.tree import children, is_array, rebuilt
 
 # "['x'][0].y": the steps of a place.
 _STEP = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)")
@@ -61,7 +60,7 @@ def compare(many: Any, fewer: Any, count: int, fewer_count: int, where: str = ""
         return {where: "is of another type for other samples"}
     if isinstance(many, Tensor) and _kind_refused(many):
         return {where: (0,)}  # Refused when it is split.
-    if isinstance(many, Tensor) or _is_array(many):
+    if isinstance(many, Tensor) or is_array(many):
         return {where: _compare_shapes(many.shape, fewer.shape, (count, fewer_count))}
     if isinstance(many, (list, tuple)) and not isinstance(many, PackedSequence):
         if (len(many), len(fewer)) == (count, fewer_count) and not hasattr(many, "_fields"):
@@ -336,15 +335,10 @@ def _length(leaf: Any, where: str) -> int | None:
     if isinstance(leaf, _PLAIN):
         return None
     refused = _kind_refused(leaf) if isinstance(leaf, Tensor) else ""
-    if not refused and (isinstance(leaf, Tensor) or _is_array(leaf)):
+    if not refused and (isinstance(leaf, Tensor) or is_array(leaf)):
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
     raise make_error(
         ValueError, f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split.", fix=f"{_ADVICE}."
     )
-
-
-def _is_array(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.ndarray)

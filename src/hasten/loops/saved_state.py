@@ -9,7 +9,6 @@ the state in which the batch began. How one thing is looked at and put back is i
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.tree import leaves, map_tensors, parameters_of
+from hasten._lib.tree import is_array, leaves, map_tensors, parameters_of
 from hasten.checkpoint.snapshots import (
     FOREIGN,
     SavedBuffers,
@@ -187,7 +186,7 @@ class SavedObjects:
             self._save_container(thing, where, depth, values)
         elif is_generator(thing):
             self._note(thing)
-        elif _is_array(thing):
+        elif is_array(thing):
             self._save_array(thing, where, values)
         elif isinstance(thing, _TRAINING_OBJECTS):
             self._save_training_object(thing, where, depth, values)
@@ -406,11 +405,6 @@ def _is_expanded(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _is_array(thing: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, numpy.ndarray)
 
 
 # -- classes
