@@ -196,25 +196,26 @@ class FirstEpoch:
 
     def at_end(self, run: Run) -> None:
         """Explain torch's warnings about losses, and warn about step values that no logger has received."""
-        if not self._ended:
-            _warn_of_broadcast_losses(run.module, self._broadcast)
-            _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps, lazy=self._has_lazy)
-            self._compare(run)
+        if self._ended:
+            return
+        self._ended = True
+        _warn_of_broadcast_losses(run.module, self._broadcast)
+        _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps, lazy=self._has_lazy)
+        self._compare(run)
         self._versions, self._still, self._stepped = [], None, []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
-        # The first part of a resumed run has warned already.
         by_hand = run.optimizers and not (run.module.automatic_optimization or run.arguments.fast_dev_run)
-        if by_hand and not run.progress.global_step and not self._ended and run.progress.total_batches:
+        if by_hand and not run.progress.global_step and run.progress.total_batches:
             rank_zero_warn(
                 f"{type(run.module).__name__}.training_step has not called step() of self.optimizers() in "
                 f"{run.progress.total_batches} batches, so global_step stays 0.",
                 PossibleUserWarning,
                 fix="With manual optimization, call self.optimizers().step() after self.manual_backward(loss).",
             )
-        # Under Lightning's names, the interval has been compared before the epoch.
-        told = self._ended or self._resumed or run.conventions.warns_of_settings
+        # The first part of a resumed run has warned already, and under Lightning's names the interval has been compared
+        # before the epoch.
+        told = self._resumed or run.conventions.warns_of_settings
         silent = told or run.arguments.fast_dev_run or not run.logged.loggers
-        self._ended = True
         if not silent and 0 < steps < every and (values := run.logged.logged_on_steps()):
             _warn_of_long_intervals(values, every, steps)
 
