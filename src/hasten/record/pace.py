@@ -626,13 +626,12 @@ def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
         {'SGD': 0.5}
 
     """
-    kinds = Counter(type(optimizer).__name__ for optimizer in optimizers)
     seen: Counter[str] = Counter()
     found: dict[str, float] = {}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
+        name = f"{kind}-{seen[kind]}" if seen[kind] else kind
         seen[kind] += 1
-        name = kind if kinds[kind] == 1 or seen[kind] == 1 else f"{kind}-{seen[kind] - 1}"
         groups = optimizer.param_groups
         for index, group in enumerate(groups, 1):
             rate = group.get("lr")
