@@ -29,9 +29,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import is_absent, map_tensors
 from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
-
-# The dimension of the mesh over which layers are split.
-TENSOR = "tensor_parallel"
+from hasten.strategies.mesh.sizes import is_split
 
 Plan = Mapping[str, ParallelStyle | str] | Literal["auto"]
 
@@ -261,7 +259,7 @@ def _was_split(part: Part, plan: Plan) -> bool:
         raise make_error(ValueError, what, fix="Leave them out of the plan, or leave expert out.", argument="plan")
     # What gathers a sequence comes after the layers inside.
     own = () if isinstance(part.style, _GatherSequence) else part.module.parameters()
-    return part.module in _split or sends_tokens(part.module) or any(map(_is_split, own))
+    return part.module in _split or sends_tokens(part.module) or any(map(is_split, own))
 
 
 def _split_part(part: Part, mesh: DeviceMesh) -> None:
@@ -282,11 +280,6 @@ def _split_part(part: Part, mesh: DeviceMesh) -> None:
         place, _, key = name.rpartition(".")
         part.module.get_submodule(place).register_parameter(key, parameter)
     _split.add(part.module)
-
-
-def _is_split(parameter: nn.Parameter) -> bool:
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    return mesh is not None and TENSOR in (mesh.mesh_dim_names or ())
 
 
 def _waiting(style: ParallelStyle) -> ParallelStyle:

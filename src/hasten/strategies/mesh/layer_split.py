@@ -13,7 +13,7 @@ from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import is_absent
 from hasten.strategies.mesh.blocks import name_of
-from hasten.strategies.mesh.sizes import EXPERT, TENSOR, MeshSizes
+from hasten.strategies.mesh.sizes import EXPERT, TENSOR, MeshSizes, is_split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +107,7 @@ class LayerSplit:
                 f"{self._owner}(plan=None) on {sizes.processes} processes: nothing divides {name_of(module)}.",
                 fix="Pass plan='auto' or plan={name: style}, or divide it in configure_model() with self.device_mesh.",
             )
-        if sizes.tensor > 1 and not self.styles and not any(map(_is_split, module.parameters())):
+        if sizes.tensor > 1 and not self.styles and not any(map(is_split, module.parameters())):
             rank_zero_warn(
                 f"{self._owner}({self._argument}={sizes.tensor}): nothing divides the layers of "
                 f"{name_of(module)} over a group, so its {sizes.tensor} processes compute the same.",
@@ -157,9 +157,3 @@ def _is_divided(parameter: nn.Parameter) -> bool:
     """Return whether a parameter that is not of experts is divided."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and EXPERT not in (mesh.mesh_dim_names or ())
-
-
-def _is_split(parameter: nn.Parameter) -> bool:
-    """Return whether the processes of a tensor-parallel group have a parameter in common."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and TENSOR in (mesh.mesh_dim_names or ())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Size = int | Literal["auto"]
 
@@ -15,6 +18,12 @@ PIPELINE, REPLICATE, DATA, TENSOR = "pipeline", "replicate", "data_parallel", "t
 BATCHES, CONTEXT = "batches", "context"
 # The dimensions of the mesh of experts, outermost first.
 EXPERT_COPIES, EXPERT_SHARDS, EXPERT = "expert_copies", "expert_shards", "expert"
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """Return whether the processes of a tensor-parallel group have a parameter in common."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and TENSOR in (mesh.mesh_dim_names or ())
 
 
 @dataclass(frozen=True)
