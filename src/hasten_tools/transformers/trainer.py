@@ -26,7 +26,7 @@ from hasten import Trainer, seed_everything
 from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.optional import need
-from hasten._lib.tree import move_to
+from hasten._lib.tree import move_to, sharded_parameter
 from hasten.callbacks import Callback, Checkpoint, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.data.loader_parts import with_attributes
@@ -639,7 +639,7 @@ class TransformersTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that ``from_pretrained`` reads; by default the ``output_dir`` of the arguments."""
-        if _is_sharded(self.model):
+        if sharded_parameter(self.model) is not None:
             what = "TransformersTrainer.save_model(): each process has a part of the weights."
             fix = "Call hasten.module.pretrained.save_pretrained(trainer.model, folder) on all of them."
             raise make_error(RuntimeError, what, fix=fix)
@@ -682,7 +682,7 @@ class TransformersTrainer:
         args, state, trainer = self.args, self.state, self.trainer
         name = os.path.join(self._get_output_dir(trial), "checkpoint-{}").format
         folder = name(state.global_step)
-        is_sharded = _is_sharded(self.model)
+        is_sharded = sharded_parameter(self.model) is not None
         if not is_sharded:
             if trainer.is_global_zero:
                 # Of an earlier run: it would be a checkpoint with weights of this one.
@@ -816,7 +816,3 @@ def _add_noise(alpha: float, embeddings: nn.Module, _: object, output: Tensor) -
     """Add the noise of NEFTune (https://huggingface.co/papers/2310.05914) to embeddings that train."""
     size = float(alpha / torch.tensor(output.size(1) * output.size(2)).sqrt())
     return output + torch.zeros_like(output).uniform_(-size, size) if embeddings.training else None
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(hasattr(parameter, "placements") for parameter in model.parameters())
