@@ -219,7 +219,7 @@ class ModelCheckpoint(Checkpoint):
         if monitor is not None and save_top_k != -1:
             warn_of_mode(owner, monitor, mode)
         if filename is not None:
-            checkpoint_files.check_template("ModelCheckpoint", filename)
+            checkpoint_files.check_template(filename)
             if filename.endswith(self.FILE_EXTENSION):
                 rank_zero_warn(
                     f"ModelCheckpoint(filename={filename!r}): the files end in {self.FILE_EXTENSION * 2}.",

@@ -42,7 +42,7 @@ _UNSAFE = re.compile(r"[/\\\x00-\x1f]")
 # -- names
 
 
-def check_template(owner: str, template: str) -> None:
+def check_template(template: str) -> None:
     """Check before the run that a template stays inside its folder and its fields can be filled."""
     problem, fix = "", ""
     if os.path.isabs(template) or ".." in re.split(r"[/\\]", template) or "\0" in template:
@@ -59,7 +59,7 @@ def check_template(owner: str, template: str) -> None:
     if not problem and not _is_name(_FIELD.sub(lambda field: f"{field.group(1)}=0.25", template)):
         problem, fix = ": file systems do not take such a name.", "Use a shorter one, of characters that UTF-8 has."
     if problem:
-        given = f"{owner}(filename={check.shown(template)}){problem}"
+        given = f"ModelCheckpoint(filename={check.shown(template)}){problem}"
         raise MisconfigurationException(given, fix=fix, argument="filename")
 
 

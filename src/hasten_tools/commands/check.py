@@ -93,11 +93,11 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
 
     evaluated: list[str] = []
 
-    def first_batch_of(name: str, argument: str) -> Callable[..., Any]:
+    def first_batch_of(name: str) -> Callable[..., Any]:
         """Return the function that replaces evaluations before training: one batch of each loader."""
 
         def call(trainer: Trainer, model: Any = None, data: Any = None, *_: Any, **given: Any) -> Any:
-            data = given.get(argument, data)
+            data = given.get("dataloaders", data)
             datamodule = given.get("datamodule")
             if isinstance(data, LightningDataModule):
                 data, datamodule = None, data
@@ -122,7 +122,7 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
     setattr(Trainer, "fit", functools.wraps(Trainer.fit)(look))  # noqa: B010
     for name in ("validate", "test", "predict"):
         original = getattr(Trainer, name)
-        setattr(Trainer, name, functools.wraps(original)(first_batch_of(name, "dataloaders")))
+        setattr(Trainer, name, functools.wraps(original)(first_batch_of(name)))
     # From launch on the program runs in several processes.
     for name in ("launch", "setup", "setup_module"):
         setattr(Fabric, name, keeps_own_loop)
