@@ -376,3 +376,25 @@ def test_gradients_in_an_evaluation_are_told_how_to_get_them() -> None:
         quiet().validate(net, loader())
     assert "torch.enable_grad()" in notes(caught.value)
     assert "inference_mode=False" in notes(caught.value)
+
+
+class IndexFirst(Classifier):
+    def training_step(self, i: Any, b: Any) -> Any:  # type: ignore[override]
+        x, _ = b
+        return self(x).sum()
+
+
+class TakesIndex(Classifier):
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        return self(batch_idx).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(IndexFirst, "Write def training_step(self, b, i)."), (TakesIndex, "Write batch in this line.")],
+)
+def test_a_step_that_takes_the_index_for_the_batch_is_told_which_is_which(model: Any, said: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        quiet().fit(model(), loader())
+    assert said in notes(caught.value)
+    assert "Give a tuple" not in notes(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -654,6 +655,41 @@ def test_an_attribute_that_is_nearly_one_of_the_trainer_is_named() -> None:
         parts_of(one.message).fix for one in said if "trainer." in str(one.message) and "was set" in str(one.message)
     ]
     assert found == ["Write trainer.should_stop = True.", "Write Trainer(devices=...)."]
+
+
+class Broken(L.Trainer):
+    @property
+    def broken(self) -> Any:
+        return [].fti  # type: ignore[attr-defined]
+
+
+def test_a_misspelt_name_of_a_trainer_or_fabric_is_answered_by_the_nearest() -> None:
+    trainer: Any = Broken(**quiet().given_arguments)
+    fabric: Any = L.Fabric(accelerator="cpu")
+    for owner, name, near in ((trainer, "fti", "'fit'"), (trainer, "curent_epoch", "'current_epoch'"),
+                              (fabric, "lauch", "'launch'")):  # fmt: skip
+        assert not hasattr(owner, name)
+        with refused(AttributeError, fix=near, says=name):
+            getattr(owner, name)
+    with refused(AttributeError, fix="trainer.validate(model, dataloaders)"):
+        trainer.evaluate()
+    # What a property raises is not about the trainer, and a private name has no neighbour.
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'fti'"):
+        trainer.broken
+    with refused(AttributeError, says="'Fabric' object has no attribute '_lauch'"):
+        fabric._lauch
+    assert type(copy.copy(fabric)) is L.Fabric
+
+
+class ReadsScheduler(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.lr_scheduler().step()  # type: ignore[operator]
+
+
+def test_a_misspelt_method_of_every_module_is_answered_by_its_name() -> None:
+    with pytest.raises(AttributeError) as caught:
+        quiet().fit(ReadsScheduler(), loader())
+    assert "Did you mean 'lr_schedulers'?" in notes(caught.value)
 
 
 def test_attributes_of_a_program_are_its_own() -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -464,6 +465,27 @@ def _of_datamodule(owner: object, name: str) -> str:
     return f"Set self.{name} in {kind.__name__}.setup(), which the Trainer calls before it asks for loaders."
 
 
+def _index_as_batch(_: re.Match[str], place: _Place) -> str:
+    """Return what to write where a line of a step takes the index for the batch; "" elsewhere."""
+    for frame, number in zip(place.frames, place.lines, strict=True):
+        step = frame.f_code
+        if not step.co_name.endswith("_step") or step.co_argcount < 3:
+            continue
+        first, second = step.co_varnames[1:3]
+        local = frame.f_locals
+        if local.get(first) is not place.batch or type(local.get(second)) is not int:
+            continue
+        used = set(re.findall(r"\w+", linecache.getline(file_of(frame), number)))
+        if second in used and first not in used:
+            known = f"{step.co_name} gets the batch first, then its index: here {second} is {local[second]}, the index."
+            named_right = re.search("batch|data|samples", first) or re.search("idx|index", second)
+            other = (
+                f"Write {first} in this line." if named_right else f"Write def {step.co_name}(self, {second}, {first})."
+            )
+            return f"{known} {other}"
+    return ""
+
+
 def _misses_init(kind: type, name: str) -> bool:
     """Return whether the ``__init__`` of a class leaves out that of a base, which sets this attribute."""
     own = vars(kind).get("__init__")
@@ -504,6 +526,9 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     kind = type(owner)
     if name in _OF_LIGHTNING_MODULES:
         return _OF_LIGHTNING_MODULES[name]
+    # Classes have many names of bases, and a name of the program's own is soon a little like one of them.
+    if near_of_bases := get_close_matches(name, [each for each in dir(kind) if not each.startswith("_")], 1, 0.85):
+        return f"Did you mean {near_of_bases[0]!r}?"
     if name.startswith("_") or package_of(kind) in {"torch", *ROOTS}:
         return ""
     return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."
@@ -781,6 +806,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"iteration over a 0-d tensor", (TypeError,),
      lambda _, place: "The batch is one number: batches are the rows of what the Trainer was given. Give "
      "DataLoader(TensorDataset(x, y), batch_size=32)." if isinstance(place.batch, Tensor) else ""),
+    (r"non-iterable int\b|'int' object|\bnot int\b", (TypeError, AttributeError), _index_as_batch),
     (r"values to unpack \(expected (\d+)", (ValueError,), _unpack),
     (r"cannot unpack non-iterable (\w*Optimizer) object", (TypeError,),
      "self.optimizers() returns the optimizer itself where there is one: optimizer = self.optimizers()."),

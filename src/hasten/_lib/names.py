@@ -429,11 +429,35 @@ class Elsewhere:
 
 
 def explain_absent_names(cls: _Class) -> _Class:
-    """Have reads of names that other libraries have say what to write; as a decorator of a class."""
+    """Have reads of names that a class lacks say what to write: those of other libraries, and those misspelt.
+
+    As a decorator. Type checkers see neither, so that they still refuse such names.
+    """
     for name, fix in _METHODS_ELSEWHERE[cls.__name__].items():
         setattr(cls, name, Elsewhere(name, fix))
     setattr(cls, "__dir__", _present_names)  # noqa: B010 - mypy rejects the plain assignment
+    setattr(cls, "__getattr__", _refuse_absent)  # noqa: B010
     return cls
+
+
+def _refuse_absent(instance: object, name: str) -> Any:
+    """Raise the error for an attribute that an object lacks, which names the nearest one."""
+    kind: Any = type(instance)
+    if inspect.getattr_static(kind, name, None) is not None:
+        # A property or an ``Elsewhere`` has raised an AttributeError of its own: raise that.
+        return object.__getattribute__(instance, name)
+    what = f"{kind.__name__!r} object has no attribute {name!r}"
+    near = None if name.startswith("_") else nearest(name, _public_names(kind))
+    if near is None:
+        raise AttributeError(what, name=name, obj=instance)
+    # Without the object: Python would add another suggestion.
+    raise make_error(AttributeError, f"{what}.", fix=f"Did you mean {near!r}?", name=name)
+
+
+@functools.cache
+def _public_names(kind: type) -> tuple[str, ...]:
+    absent = {name for name in dir(kind) if isinstance(inspect.getattr_static(kind, name), Elsewhere)}
+    return tuple(name for name in dir(kind) if not name.startswith("_") and name not in absent)
 
 
 def _present_names(instance: object) -> list[str]:
