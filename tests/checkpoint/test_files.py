@@ -338,7 +338,7 @@ def test_a_cut_or_longer_file_is_found(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for end in [*range(0, len(whole) - 200, 61), *range(len(whole) - 200, len(whole))]:
         path.write_bytes(whole[:end])
-        with refused(CheckpointDamaged, says=str(path)):
+        with refused(CheckpointDamaged, fix="download it again, or take an earlier checkpoint", says=str(path)):
             files.load(path)
     for longer in (whole + b"\0", whole + whole, whole[:1000] + b"x" + whole[1000:]):
         path.write_bytes(longer)
@@ -362,7 +362,7 @@ def test_what_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
             files.load(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme", "hello")
-    with refused(CheckpointDamaged, says=f"{path}"):
+    with refused(CheckpointDamaged, fix="take an earlier checkpoint", says=f"{path}"):
         files.load(path)
 
 

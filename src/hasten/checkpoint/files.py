@@ -58,7 +58,7 @@ from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import objects
 from hasten.checkpoint.places import NO_COPIES, Copies, LocalPlace, Place, RemotePlace
-from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
+from hasten.checkpoint.stored import CONTENTS_FILE, INSTEAD_OF_DAMAGED, Folder, is_checkpoint_folder
 from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
@@ -284,7 +284,8 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
                 or "Attempting to deserialize" in str(error)
             ):
                 raise
-            raise CheckpointDamaged(f"{path} is not a checkpoint, or is damaged: {first_line(error)}") from error
+            what = f"{path} is not a checkpoint, or is damaged: {first_line(error).rstrip('.')}."
+            raise CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED) from error
 
 
 @contextmanager
@@ -919,11 +920,13 @@ def _check_records(file: IO[bytes], path: str | os.PathLike[str], records: list[
 
 
 def _cut_off(path: str | os.PathLike[str], size: int, error: Exception) -> CheckpointDamaged:
-    return CheckpointDamaged(f"{path} is damaged or cut off at {size} bytes: {first_line(error)}")
+    what = f"{path} is damaged or cut off at {size} bytes: {first_line(error).rstrip('.')}."
+    return CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
 
 
 def _differs(path: str | os.PathLike[str], damaged: str) -> CheckpointDamaged:
-    return CheckpointDamaged(f"{path} is damaged: {damaged} differs from what was written, by its checksum.")
+    what = f"{path} is damaged: {damaged} differs from what was written, by its checksum."
+    return CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
 
 
 def _check_all_but_large_records(file: IO[bytes], path: str | os.PathLike[str]) -> list[_Record]:
@@ -981,7 +984,7 @@ _NOT_AN_ARCHIVE = (
 def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
     """Accept the formats of older torch versions, which have no checksums."""
     if not begin:
-        raise CheckpointDamaged(f"{path} is empty.")
+        raise CheckpointDamaged(f"{path} is empty.", fix=INSTEAD_OF_DAMAGED)
     why, fix = "", "Give one that trainer.save_checkpoint or torch.save has written, or download it again."
     if begin[4:9] == b"\0\0\0\0{":
         # The length of a header in JSON, which may begin as a pickle does.

@@ -26,6 +26,7 @@ FORMAT = "hasten_folder"
 # The folder in it that holds the other files; "" if they are in the same folder as the contents.
 SHARDS = "shards"
 
+INSTEAD_OF_DAMAGED = "Copy or download it again, or take an earlier checkpoint."
 _FOREIGN = (
     "If torch.distributed.checkpoint alone wrote it, convert its weights: "
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE."
@@ -74,7 +75,7 @@ class Folder:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             problem = f"{CONTENTS_FILE} makes no sense ({type(error).__name__}: {error})"
         if problem is not None:
-            raise CheckpointDamaged(f"{place} is damaged: {problem}.")
+            raise CheckpointDamaged(f"{place} is damaged: {problem}.", fix=INSTEAD_OF_DAMAGED)
 
     def _take_foreign(self, stored: Any) -> None:
         """Read what Lightning's sharded strategies wrote; there are no checksums."""
@@ -96,7 +97,8 @@ class Folder:
         for name in sorted(ends):
             if sizes.get(name, 0) < ends[name]:
                 raise CheckpointDamaged(
-                    f"{self.place} is damaged: {name} is {'too short' if name in sizes else 'missing'}."
+                    f"{self.place} is damaged: {name} is {'too short' if name in sizes else 'missing'}.",
+                    fix=INSTEAD_OF_DAMAGED,
                 )
         self._sums = {}
         self._checked.update(ends)
@@ -121,7 +123,8 @@ class Folder:
         if name in self._checked:
             return
         if name not in self._sums or checksum_of(self._shards, name) != self._sums[name][1]:
-            raise CheckpointDamaged(f"{self.place} is damaged: {name} differs from what was written, by its checksum.")
+            what = f"{self.place} is damaged: {name} differs from what was written, by its checksum."
+            raise CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
         self._checked.add(name)
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
