@@ -473,9 +473,10 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
         least, most = values[f"min_{unit}"], values[f"max_{unit}"]
         if least is not None and 0 <= most < least:
             message = f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum"
+            fix = f"Use max_{unit}={least} or more, or min_{unit}={most} or less."
             if not conventions.current().mistakes_are_warnings:
-                raise MisconfigurationException(f"{message}.", argument=f"min_{unit}")
-            rank_zero_warn(f"{message}, which ends the run.")
+                raise MisconfigurationException(f"{message}.", fix=fix, argument=f"min_{unit}")
+            rank_zero_warn(f"{message}, which ends the run.", fix=fix)
     values.update(_validation_schedule(values["val_check_interval"], values["check_val_every_n_epoch"]))
     return Arguments(**values, speed=check_speed("Trainer", given))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import hasten as L
 import hasten.loggers
+from hasten.callbacks import ModelCheckpoint
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
@@ -185,3 +188,39 @@ def test_numbers_as_config_files_write_them_are_accepted(caplog: pytest.LogCaptu
         quiet(val_check_interval=1, limit_test_batches=1.0)
     assert "validation will run after every batch" in caplog.text
     assert "(limit_test_batches=1.0)` was configured so 100%" in caplog.text
+
+
+def test_a_minimum_above_the_maximum_says_both_ways_out() -> None:
+    with refused(ValueError, "min_epochs", fix="max_epochs=5 or more, or min_epochs=3 or less"):
+        quiet(min_epochs=5, max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits", "fix"),
+    [
+        ({}, True, "Leave it out"),
+        ({"enable_checkpointing": True}, False, "Call fit"),
+        ({"callbacks": ModelCheckpoint(save_top_k=0), "enable_checkpointing": True}, True, "save_top_k=1"),
+    ],
+)
+def test_a_best_checkpoint_that_is_not_there_is_answered_by_its_cause(
+    arguments: Any, fits: bool, fix: str, tmp_path: Path
+) -> None:
+    model, trainer = Classifier(), quiet(default_root_dir=tmp_path, **arguments)
+    if fits:
+        trainer.fit(model, loader(), loader(4))
+    with refused(ValueError, "ckpt_path", fix=fix):
+        trainer.validate(model, loader(4), ckpt_path="best")
+
+
+def test_a_best_checkpoint_without_a_monitor_is_said_to_be_the_newest(tmp_path: Path) -> None:
+    model, newest = Classifier(), ModelCheckpoint(tmp_path)
+    trainer = quiet(callbacks=newest, enable_checkpointing=True)
+    trainer.fit(model, loader(), loader(4))
+    with warned(UserWarning, fix='monitor="val_loss"', says=newest.best_model_path):
+        trainer.validate(model, loader(4), ckpt_path="best")
+    ranked = quiet(callbacks=ModelCheckpoint(tmp_path, monitor="val_loss"), enable_checkpointing=True)
+    ranked.fit(model, loader(), loader(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranked.validate(model, loader(4), ckpt_path="best")

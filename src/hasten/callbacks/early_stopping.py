@@ -318,10 +318,9 @@ def check_monitor(owner: str, monitor: str) -> str:
 def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:
     """Return the error for a value that was not logged; it names those that were."""
     known = sorted(set(logged))
-    listed = ", ".join(map(repr, known)) if known else "nothing"
+    listed = f"logged so far: {', '.join(map(repr, known))}" if known else "nothing has been logged so far"
     return MonitorNotLogged(
-        f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: logged so far is "
-        f"{listed}.",
+        f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: {listed}.",
         fix=(
             f"{did_you_mean_value(name, known)} Log it with self.log({name!r}, ..., on_epoch=True), or monitor another "
             "value."

@@ -451,22 +451,38 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
         callback = trainer.checkpoint_callback
         best = getattr(callback, "best_model_path", "")
         if not best:
-            why = "`ModelCheckpoint` is not configured"
-            fix = "Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first."
-            if trainer.fast_dev_run:
-                why, fix = "fast_dev_run saves no checkpoints", "Pass a path, or leave fast_dev_run out."
-            elif callback is not None:
-                why = (
-                    f"the {type(callback).__name__} is not configured to save the best model, or has not saved one yet"
-                )
+            why, fix = _why_no_best(trainer)
             raise make_error(ValueError, f'ckpt_path="best": {why}.', fix=fix, argument="ckpt_path")
         _warn_of_several(trainer, str(best))
+        if getattr(callback, "monitor", "") is None:
+            rank_zero_warn(
+                f'ckpt_path="best": the {type(callback).__name__} has no monitor, so the newest counts as the best, '
+                f"{best}.",
+                fix='Write ModelCheckpoint(monitor="val_loss"), or ckpt_path="last" with save_last=True.',
+            )
         return str(best)
     if "://" not in text and not present(text) and not _has_own_places(trainer.strategy.checkpoint_io):
         raise make_error(
             FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
         )
     return text
+
+
+def _why_no_best(trainer: Trainer) -> tuple[str, str]:
+    """Return why there is no best checkpoint, and what to write."""
+    callback = trainer.checkpoint_callback
+    if trainer.fast_dev_run:
+        return "fast_dev_run saves no checkpoints", "Pass a path, or leave fast_dev_run out."
+    if callback is None:
+        why = "`ModelCheckpoint` is not configured: enable_checkpointing is False"
+        return why, "Leave it out, write Trainer(callbacks=[ModelCheckpoint(monitor=...)]), and fit first."
+    kind = type(callback).__name__
+    if getattr(callback, "save_top_k", 1) == 0:
+        return f"{kind}(save_top_k=0) is not configured to save the best model", "Use save_top_k=1, and fit first."
+    if not hasattr(callback, "best_model_path"):
+        return f"the {kind} keeps no best model", "Write Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
+    why = f"the {kind} of this Trainer has not saved a checkpoint yet"
+    return why, "Call fit of this Trainer first, or pass the path of a checkpoint."
 
 
 def _text_of(given: Any) -> str:

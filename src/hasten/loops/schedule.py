@@ -224,7 +224,7 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
         return value
     what = (
         f"{type(config.scheduler).__name__} conditioned on metric {name} which is not available: monitor={name!r} was "
-        f"never logged. Logged so far: {sorted(metrics)}."
+        f"never logged. {f'Logged so far: {sorted(metrics)}' if metrics else 'Nothing has been logged so far'}."
     )
     fix = (
         f"{did_you_mean_value(name, metrics)} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "
