@@ -234,6 +234,7 @@ def test_a_model_whose_parameters_are_all_frozen_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         quiet().fit(Classifier().requires_grad_(False), loader())
     assert "every parameter of Classifier has requires_grad=False" in notes(caught.value)
+    assert "model.unfreeze()" in notes(caught.value)
 
 
 def test_a_change_in_place_names_the_layer() -> None:

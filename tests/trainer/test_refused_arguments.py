@@ -13,7 +13,7 @@ import hasten as L
 import hasten.loggers
 from hasten.callbacks import ModelCheckpoint
 from hasten.utilities.exceptions import MisconfigurationException
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, dataset, loader, quiet
 from tests.refusals import refused, warned
 
 # Refused with a message that repeats the argument.
@@ -81,6 +81,21 @@ MISSING: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("call", "words"), MISSING, ids=lambda value: value[:30] if isinstance(value, str) else "call")
 def test_missing_parts_are_named_before_anything_starts(call: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=words):
+        call(quiet())
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "fix"),
+    [
+        (lambda t: t.fit(Classifier(), loader(), L.LightningDataModule()), "datamodule", "fit(model, datamodule="),
+        (lambda t: t.fit(Classifier(), L.LightningDataModule), "datamodule", "fit(model, datamodule="),
+        (lambda t: t.validate(Classifier(), datamodule=loader()), "datamodule", "validate(model, loader)"),
+        (lambda t: t.fit(Classifier(), [dataset(), dataset()]), "", "DataLoader(one, batch_size=...)"),
+        (lambda t: t.validate(Classifier(), [dataset(4)]), "", "DataLoader(one, batch_size=...)"),
+    ],
+)
+def test_data_in_the_place_of_other_data_is_refused(call: Any, argument: str, fix: str) -> None:
+    with refused(TypeError, argument, fix=fix):
         call(quiet())
 
 

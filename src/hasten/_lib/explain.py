@@ -551,6 +551,7 @@ def _of_property(found: re.Match[str], _: _Place) -> str:
     return f"The Trainer keeps self.{name}, and a module only reads it: give yours another name."
 
 
+_UNFREEZE = "Write requires_grad_(True) for the layers to train, or model.unfreeze() for all of a LightningModule."
 # What ends the graph of a loss; the second are values of a log, which may be detached.
 _ENDS_GRAPH = re.compile(
     r"\.detach\(|\.item\(|no_grad\b|inference_mode\b|argmax\(|\btorch\.tensor\(|\.numpy\(|\.data\b"
@@ -573,7 +574,7 @@ def explain_graph(error: BaseException, module: nn.Module, step: Callable[..., A
 
 def _end_of_graph(module: nn.Module, step: Callable[..., Any]) -> str:
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        return f"Here every parameter of {type(module).__name__} has requires_grad=False."
+        return f"Here every parameter of {type(module).__name__} has requires_grad=False. {_UNFREEZE}"
     for function in functions_reached([step], lambda name: getattr(module, name, None), depth=2):
         lines, first = inspect.getsourcelines(function)
         for number, line in enumerate(lines, first):
@@ -640,7 +641,7 @@ def _no_parameters(_: re.Match[str], place: _Place) -> str:
     if not parameters:
         return "Make the layers in __init__ or configure_model, as attributes or in an nn.ModuleList, not in a list."
     if not any(parameter.requires_grad for parameter in parameters):
-        return f"Every parameter of {type(owners[0]).__name__} has requires_grad=False."
+        return f"Every parameter of {type(owners[0]).__name__} has requires_grad=False. {_UNFREEZE}"
     return "self.parameters() can be read only once: call it again, or keep list(self.parameters())."
 
 

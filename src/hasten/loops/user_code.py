@@ -70,12 +70,20 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         hint = f" Make one: {datamodule.__name__}()." if isinstance(datamodule, type) else ""
         if isinstance(datamodule, (str, os.PathLike)):
             hint = f" Write ckpt_path={os.fspath(datamodule)!r} for a checkpoint."
+        elif hasattr(datamodule, "__iter__"):
+            hint = f" Write trainer.{call}(model, loader) for a loader."
         fix = f"use a LightningDataModule, not {_name(datamodule)}.{hint}"
         raise make_error(TypeError, f"Trainer.{call}(datamodule=...):", fix=fix, argument="datamodule")
     if datamodule is not None and any(one is not None for one in given):
         raise MisconfigurationException(
             f"Trainer.{call}(): data was given twice, as loaders and as a datamodule.", fix="Pass one of them."
         )
+    for one in given:
+        if isinstance(one, LightningDataModule) or (isinstance(one, type) and issubclass(one, LightningDataModule)):
+            what = f"Trainer.{call}(): {_name(one)} is a LightningDataModule, and was given in place of loaders."
+            raise make_error(
+                TypeError, what, fix=f"Write trainer.{call}(model, datamodule=...).", argument="datamodule"
+            )
     _refuse_removed_hooks(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
