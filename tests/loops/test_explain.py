@@ -108,8 +108,12 @@ class OneCycle(Classifier):
 
 
 def test_scheduler_made_for_fewer_steps() -> None:
-    with pytest.raises(ValueError, match="total steps is 15") as caught:
+    warns = warned(UserWarning, fix="estimated_stepping_batches", says=("total_steps=15", "20 steps"))
+    with warns, refused(ValueError, says="total steps is 15") as caught:
         quiet(max_epochs=2).fit(OneCycle(), loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(max_epochs=2, limit_train_batches=7).fit(OneCycle(), loader(), loader(4))
     assert "total_steps=self.trainer.estimated_stepping_batches" in notes(caught.value)
     assert "2 epochs of 10 batches" in notes(caught.value)
 

@@ -458,6 +458,19 @@ def test_such_work_that_changes_no_result_is_left_alone(kind: Any) -> None:
         quiet().fit(kind(), loader(), loader())
 
 
+class FromZero(Classifier):
+    interval = "epoch"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: done / 10)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
+
+
+class WarmsUpBySteps(FromZero):
+    interval = "step"
+
+
 def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
     with warned(UserWarning, says=("OfANumber", "no weight"), fix="torch.tensor(...)"):
         quiet().fit(OfANumber(), loader())
@@ -465,6 +478,8 @@ def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
         quiet().fit(BeforeItsHead(), loader())
     with warned(UserWarning, says=("learning rate of SGD is 0", "no weight"), fix="lr=1e-3"):
         quiet().fit(Classifier(lr=0.0), loader())
+    with warned(UserWarning, says=("learning rate of SGD is 0", "no weight"), fix="Let LambdaLR begin above 0"):
+        quiet(max_epochs=2).fit(FromZero(), loader())
 
     class Ramp(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -483,6 +498,7 @@ def test_weights_that_a_whole_epoch_leaves_as_they_were_are_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet().fit(Ramp(lr=0.0), loader(16), loader(4))
+        quiet().fit(WarmsUpBySteps(), loader(16), loader(4))
         quiet().fit(LazyHead(), loader(16), loader(4))
 
 

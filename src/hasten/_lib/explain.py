@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import add_note, is_call_of_torch, with_article
 from hasten._lib.names import did_you_mean
-from hasten.extend.frames import file_of, made_in, method_owner
+from hasten.extend.frames import file_of, made_in, method_owner, name_of
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, is_builtin, names_in, package_of, source_file
 
 _NO_BATCH = object()
@@ -468,21 +468,20 @@ def _of_datamodule(owner: object, name: str) -> str:
 def _index_as_batch(_: re.Match[str], place: _Place) -> str:
     """Return what to write where a line of a step takes the index for the batch; "" elsewhere."""
     for frame, number in zip(place.frames, place.lines, strict=True):
-        step = frame.f_code
-        if not step.co_name.endswith("_step") or step.co_argcount < 3:
+        step, given = name_of(frame), inspect.getargvalues(frame)
+        names, local = given.args, given.locals
+        if not step.endswith("_step") or len(names) < 3:
             continue
-        first, second = step.co_varnames[1:3]
-        local = frame.f_locals
+        first, second = names[1:3]
         if local.get(first) is not place.batch or type(local.get(second)) is not int:
             continue
         used = set(re.findall(r"\w+", linecache.getline(file_of(frame), number)))
         if second in used and first not in used:
-            known = f"{step.co_name} gets the batch first, then its index: here {second} is {local[second]}, the index."
             named_right = re.search("batch|data|samples", first) or re.search("idx|index", second)
-            other = (
-                f"Write {first} in this line." if named_right else f"Write def {step.co_name}(self, {second}, {first})."
+            return (
+                f"{step} gets the batch first, then its index: here {second} is {local[second]}, the index. Write "
+                + (f"{first} in this line." if named_right else f"def {step}(self, {second}, {first}).")
             )
-            return f"{known} {other}"
     return ""
 
 

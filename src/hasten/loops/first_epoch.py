@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, is_sharded, left_in_eval_mode, parameters_of
 from hasten.extend.origin import comes_from, mentions, module_of, names_in
 from hasten.hooks import overrides
+from hasten.loops.schedule import longer_plan
 from hasten.module import LightningModule
 
 if TYPE_CHECKING:
@@ -144,9 +146,11 @@ class FirstEpoch:
         module = run.module
         self._training = module.training
         if self._versions and _has_no_rate(run):
-            self._still = self._versions[0][0], self._versions[0][0].detach().clone()
+            smallest, _ = min(self._versions, key=lambda each: each[0].numel())
+            self._still = smallest, smallest.detach().clone()
         automatic = run.schedulers and module.automatic_optimization
         if automatic and not overrides(module, LightningModule, "lr_scheduler_step"):
+            _warn_of_short_plans(run)
             self._stepped = [
                 (config, torch_private.steps_of_scheduler(config.scheduler))
                 for config in run.schedulers
@@ -158,8 +162,9 @@ class FirstEpoch:
         if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
             lr_find.warn_of_fixed_rate(run)
         steps, epochs = run.progress.global_step - self._steps, run.limits.max_epochs
-        # A program that raises the rate itself has 0 in the first step.
-        if self._still is not None and steps > 1 and _has_no_rate(run):
+        # A program that raises the rate itself, or by a scheduler of steps, has 0 in the first step.
+        by_epoch = run.schedulers and all(config.interval == "epoch" for config in run.schedulers)
+        if self._still is not None and steps > 1 and (by_epoch or _has_no_rate(run)):
             _warn_of_no_rate(run, *self._still)
         if self._training and not run.module.training:
             _warn_of_eval_mode(run)
@@ -267,6 +272,22 @@ def _warn_of_untrained(run: Run, versions: list[tuple[nn.Parameter, int]], steps
         )
 
 
+def _warn_of_short_plans(run: Run) -> None:
+    """Warn of a scheduler that raises an error in this fit, because its own number of steps is smaller."""
+    for config in run.schedulers:
+        total = vars(config.scheduler).get("total_steps")
+        if not isinstance(total, int) or config.frequency != 1 or not comes_from(type(config.scheduler), "torch.optim"):
+            continue
+        due = run.limits.max_epochs if config.interval == "epoch" else run.module.trainer.estimated_stepping_batches
+        if total < due < math.inf:
+            rank_zero_warn(
+                f"{type(config.scheduler).__name__}(total_steps={total}) is shorter than this fit, which has "
+                f"{int(due)} {config.interval}s: a step beyond its last one is an error.",
+                PossibleUserWarning,
+                fix=longer_plan(run),
+            )
+
+
 def _has_no_rate(run: Run) -> bool:
     # Loops, which make no calls: this runs in every fit.
     for optimizer in run.optimizers:
@@ -274,16 +295,21 @@ def _has_no_rate(run: Run) -> bool:
             rate = group.get("lr")
             if rate or not isinstance(rate, (int, float)):
                 return False
-    return bool(run.optimizers) and not run.schedulers
+    return bool(run.optimizers)
 
 
 def _warn_of_no_rate(run: Run, parameter: nn.Parameter, before: Tensor) -> None:
-    if torch.equal(parameter, before):
-        rank_zero_warn(
-            f"{type(run.module).__name__}: the learning rate of {type(run.optimizers[0]).__name__} is 0, and the "
-            "steps of the first epoch have changed no weight.",
-            fix="Use a rate above 0 in configure_optimizers, such as lr=1e-3.",
-        )
+    if not torch.equal(parameter, before):
+        return
+    fix = "Use a rate above 0 in configure_optimizers, such as lr=1e-3."
+    if run.schedulers:
+        kind = type(run.schedulers[0].scheduler).__name__
+        fix = f"Let {kind} begin above 0; a warm-up of steps needs 'interval': 'step' in configure_optimizers."
+    rank_zero_warn(
+        f"{type(run.module).__name__}: the learning rate of {type(run.optimizers[0]).__name__} is 0, and the "
+        "steps of the first epoch have changed no weight.",
+        fix=fix,
+    )
 
 
 def _warn_of_eval_mode(run: Run) -> None:

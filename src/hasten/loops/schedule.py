@@ -200,14 +200,19 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
                 error,
                 f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: "
                 f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches.",
-                fix=(
-                    "Make it with total_steps=self.trainer.estimated_stepping_batches."
-                    if run.resume.from_batch < 0
-                    else "A resumed run keeps the plan of its checkpoint. To train longer, begin a new plan with its "
-                    "weights: fit(Model.load_from_checkpoint(path), ...) without ckpt_path."
-                ),
+                fix=longer_plan(run),
             )
         raise
+
+
+def longer_plan(run: Run) -> str:
+    """Return what to write where a scheduler was made for fewer steps than the run takes."""
+    if run.resume.from_batch < 0:
+        return "Make it with total_steps=self.trainer.estimated_stepping_batches."
+    return (
+        "A resumed run keeps the plan of its checkpoint. To train longer, begin a new plan with its weights: "
+        "fit(Model.load_from_checkpoint(path), ...) without ckpt_path."
+    )
 
 
 def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
