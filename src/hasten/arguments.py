@@ -252,6 +252,18 @@ _LOGGERS = {
 }  # fmt: skip
 
 
+def _logger_to_write(given: object, *, several: bool) -> str:
+    """Return what to write in place of what is no logger, or is in a list; "" if that is not known."""
+    if isinstance(given, str):
+        near = nearest(given, _LOGGERS)
+        if near is not None:
+            return f"Write logger=hasten.loggers.{_LOGGERS[near]}(...)."
+        return f"For a folder: logger=hasten.loggers.CSVLogger({given!r})."
+    if several and isinstance(given, bool):
+        return f"{given} stands alone: logger={given}. In a list write hasten.loggers.CSVLogger('.')."
+    return ""
+
+
 def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     if value is None or isinstance(value, bool):
         return value is not False
@@ -261,12 +273,12 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     for logger in loggers:
         written = logger.__name__ if isinstance(logger, type) else check.shown(logger)
         if not hasattr(logger, "log_metrics"):
-            near = nearest(logger, _LOGGERS) if isinstance(logger, str) else None
-            hint = f" Write logger=hasten.loggers.{_LOGGERS[near]}(...)." if near is not None else ""
-            if isinstance(logger, str) and near is None:
-                hint = f" For a folder: logger=hasten.loggers.CSVLogger({logger!r})."
-            what = f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers."
-            raise WrongType(what, fix=hint, argument=name)
+            raise WrongType(
+                f"{owner}({name}={f'[{written}]' if several else written}): use True (a CSVLogger), False, a logger or "
+                "a list of loggers.",
+                fix=_logger_to_write(logger, several=several),
+                argument=name,
+            )
         if isinstance(logger, type):
             raise _is_class(owner, f"{name}={written}", logger, "(...)")
     return loggers

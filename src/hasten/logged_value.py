@@ -347,6 +347,8 @@ def _instead(value: object) -> str:
         return "Write self.log_dict(...) for several values by name."
     if isinstance(value, MethodType | FunctionType | BuiltinFunctionType):
         return f"Call it: {value.__name__}()."
+    if value is None:
+        return "A function without return gives None, and so does metric.update(...): log the metric itself."
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,24 @@ def test_outputs_of_modules_and_marked_methods_come_in_full_precision(precision:
     assert model.loss(torch.ones(2, 4), weight=2.0).dtype == torch.float32
     expected = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
     assert model.head.weight.dtype == expected
+
+
+def test_scaled_gradients_that_no_optimizer_divides_are_warned_of() -> None:
+    precision = MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))
+    precision.device = "cpu"
+    fabric = L.Fabric(accelerator="cpu", plugins=precision)
+    model = fabric.setup(nn.Linear(4, 1))
+    with warned(UserWarning, fix="fabric.setup(model, optimizer)", says="divides them by the scale"):
+        fabric.backward(model(torch.ones(1, 4)).sum())
+    fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fabric.backward(model(torch.ones(1, 4)).sum())
+
+
+def test_a_dataset_in_place_of_a_loader_is_told_how_to_wrap_it() -> None:
+    with refused(TypeError, fix="DataLoader(dataset, batch_size=...)", says="TensorDataset"):
+        L.Fabric(accelerator="cpu").setup_dataloaders(loader().dataset)  # type: ignore[arg-type]
 
 
 def test_an_unscaled_backward_is_refused_where_a_scaler_is_needed() -> None:

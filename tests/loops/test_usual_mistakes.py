@@ -339,6 +339,16 @@ def test_what_cannot_be_logged_is_told_what_to_write() -> None:
 # -- calls
 
 
+def test_what_was_given_for_a_logger_or_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with refused(TypeError, "logger", fix="True stands alone", says="logger=[True]"):
+        quiet(logger=[True])
+    with refused(ValueError, fix="log the metric itself"):
+        quiet().fit(logs(None), loader())
+    torch.save(nn.Linear(2, 2), tmp_path / "whole.ckpt")
+    with refused(ValueError, fix="model = torch.load(path, weights_only=False)"):
+        Classifier.load_from_checkpoint(tmp_path / "whole.ckpt", weights_only=False)
+
+
 def test_numbers_of_batches_by_epoch_are_told_where_they_belong() -> None:
     with refused(TypeError, "accumulate_grad_batches", fix="GradientAccumulationScheduler(scheduling={0: 2})"):
         quiet(accumulate_grad_batches={0: 2})

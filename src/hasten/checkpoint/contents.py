@@ -191,6 +191,8 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     bare = "Load bare weights with model.load_state_dict(torch.load(path))."
     if not isinstance(checkpoint, Mapping):
         what = f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer."
+        if isinstance(checkpoint, nn.Module):
+            bare = "That is the module itself, with its weights: model = torch.load(path, weights_only=False)."
         raise make_error(ValueError, what, fix=bare)
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:8]

@@ -207,11 +207,7 @@ def _check_iterable(loader: Any, name: str) -> None:
             f"{'columns' if is_table else 'keys'}, not batches.",
             fix="Give DataLoader(TensorDataset(x, y), batch_size=...), or a dict whose values are loaders.",
         )
-    if isinstance(loader, (list, tuple)) and loader and all(map(_is_unbatched, loader)):
-        raise WrongType(
-            f"{name} is {with_article(type(loader))} of datasets ({type(loader[0]).__name__}), not of loaders.",
-            fix="Wrap each: [DataLoader(one, batch_size=...) for one in datasets].",
-        )
+    _refuse_datasets(loader, name)
     is_dataset = isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__"))
     can_be_read = hasattr(loader, "__iter__") or (hasattr(loader, "__getitem__") and not is_dataset)
     if isinstance(loader, (str, bytes, type)) or not can_be_read:
@@ -229,8 +225,14 @@ def _check_iterable(loader: Any, name: str) -> None:
         )
 
 
-def _is_unbatched(thing: object) -> bool:
-    return isinstance(thing, Dataset) and not hasattr(thing, "__iter__")
+def _refuse_datasets(loader: Any, name: str) -> None:
+    """Refuse a list of datasets, whose items would be read as batches."""
+    members = list(loader) if isinstance(loader, (list, tuple)) else []
+    if members and all(isinstance(each, Dataset) and not hasattr(each, "__iter__") for each in members):
+        raise WrongType(
+            f"{name} is {with_article(type(loader))} of datasets ({type(members[0]).__name__}), not of loaders.",
+            fix="Wrap each: [DataLoader(one, batch_size=...) for one in datasets].",
+        )
 
 
 def _report_empty(loader: Any, name: str) -> None:

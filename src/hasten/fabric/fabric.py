@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
@@ -80,6 +80,14 @@ Module = TypeVar("Module", bound=nn.Module)
 First = TypeVar("First", bound=Optimizer)
 Second = TypeVar("Second", bound=Optimizer)
 Collection = TypeVar("Collection", bound="Sequence[Any] | Mapping[Any, Any]")
+
+
+def _not_a_loader(given: object, position: int) -> TypeError:
+    what = f"Fabric.setup_dataloaders(): argument {position} is {with_article(type(given))}."
+    fix = "Only a PyTorch DataLoader can be set up; iterate over other things directly and use fabric.to_device(batch)."
+    if isinstance(given, Dataset):
+        fix = "Write fabric.setup_dataloaders(DataLoader(dataset, batch_size=...))."
+    return make_error(TypeError, what, fix=fix)
 
 
 @explain_absent_names
@@ -385,14 +393,7 @@ class Fabric(RuntimeView):
                         f"Fabric.setup_dataloaders(): argument {position} is {with_article(type(loader))} of loaders."
                     )
                     raise make_error(TypeError, what, fix="Give them one by one: fabric.setup_dataloaders(*loaders).")
-                raise make_error(
-                    TypeError,
-                    f"Fabric.setup_dataloaders(): argument {position} is {with_article(type(loader))}.",
-                    fix=(
-                        "Only a PyTorch DataLoader can be set up; iterate over other things directly and use "
-                        "fabric.to_device(batch)."
-                    ),
-                )
+                raise _not_a_loader(loader, position)
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
             if share and conventions.current().shuffles_over_processes:
@@ -431,9 +432,7 @@ class Fabric(RuntimeView):
         self._shard(original)
         self._runtime.place(original, move=move_to_device)
         self._modules.append(weakref.ref(original))
-        if type(self).backward is Fabric.backward:
-            # Bound directly: a call of Fabric.backward costs no extra function call.
-            self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
+        self._bind_backward()
         if compiled is not None:
             self._runtime.engine.check_compile("Fabric", trains=True)
         elif self._speed.compile is not None:
@@ -491,6 +490,7 @@ class Fabric(RuntimeView):
     def _wrapped_optimizers(self, optimizers: Sequence[Optimizer]) -> list[FabricOptimizer]:
         made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
         self._optimizers.extend(made)
+        self._bind_backward()
         return made
 
     def _check_optimizers(
@@ -528,14 +528,32 @@ class Fabric(RuntimeView):
             kwargs: for ``Tensor.backward``.
 
         """
+        self._warn_of_missing_setup()
+        self._runtime.engine.backward(tensor, *args, **kwargs)
+
+    def _bind_backward(self) -> None:
+        """Bind backward directly once nothing is missing: a call of it costs no extra function call then."""
+        complete = self._modules and (self._optimizers or self._runtime.engine.scaler is None)
+        if complete and type(self).backward is Fabric.backward:
+            self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
+
+    def _warn_of_missing_setup(self) -> None:
+        """Warn of a module that was not set up, and of gradients that no optimizer of this Fabric unscales."""
+        fix = "Write model, optimizer = fabric.setup(model, optimizer) before the loop."
         if not self._modules:
             warn_once(
                 "backward without setup",
                 "Fabric.backward(): no module was set up, so it trains without the precision and the strategy of this "
                 "Fabric.",
-                fix="Write model, optimizer = fabric.setup(model, optimizer) before the loop.",
+                fix=fix,
             )
-        self._runtime.engine.backward(tensor, *args, **kwargs)
+        elif self._runtime.engine.scaler is not None and not self._optimizers:
+            warn_once(
+                "backward without an optimizer",
+                "Fabric.backward(): it scales the gradients for precision='16-mixed', and no optimizer was set up, "
+                "whose step() divides them by the scale.",
+                fix=fix,
+            )
 
     def clip_gradients(
         self,

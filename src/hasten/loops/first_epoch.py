@@ -162,9 +162,7 @@ class FirstEpoch:
         if (lr_find := sys.modules.get("hasten.tuner.lr_find")) is not None and not self._resumed:
             lr_find.warn_of_fixed_rate(run)
         steps, epochs = run.progress.global_step - self._steps, run.limits.max_epochs
-        # A program that raises the rate itself, or by a scheduler of steps, has 0 in the first step.
-        by_epoch = run.schedulers and all(config.interval == "epoch" for config in run.schedulers)
-        if self._still is not None and steps > 1 and (by_epoch or _has_no_rate(run)):
+        if self._still is not None and steps > 1:
             _warn_of_no_rate(run, *self._still)
         if self._training and not run.module.training:
             _warn_of_eval_mode(run)
@@ -299,7 +297,9 @@ def _has_no_rate(run: Run) -> bool:
 
 
 def _warn_of_no_rate(run: Run, parameter: nn.Parameter, before: Tensor) -> None:
-    if not torch.equal(parameter, before):
+    # A program that raises the rate itself, or by a scheduler of steps, has 0 in the first step.
+    by_epoch = run.schedulers and all(config.interval == "epoch" for config in run.schedulers)
+    if not (by_epoch or _has_no_rate(run)) or not torch.equal(parameter, before):
         return
     fix = "Use a rate above 0 in configure_optimizers, such as lr=1e-3."
     if run.schedulers:
