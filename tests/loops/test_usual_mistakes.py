@@ -569,6 +569,18 @@ class EmptyBackward(Classifier):
     def backward(self, loss: Any) -> None: ...
 
 
+class SavesForCluster(Classifier):
+    def on_hpc_save(self, checkpoint: dict[str, Any]) -> None: ...
+
+
+class Initial(L.Callback):
+    def on_init_end(self, trainer: L.Trainer) -> None: ...
+
+
+class InitialOfItsOwn(L.Callback):
+    def on_init_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("model", "callbacks", "fix"),
     [
@@ -587,6 +599,8 @@ class EmptyBackward(Classifier):
         (IntervalOutside, [], """{"scheduler": scheduler, "interval": 'step'}"""),
         (NearHook, [], "on_validation_epoch_end"),
         (EmptyBackward, [], "must call loss.backward()"),
+        (SavesForCluster, [], "Rename it to on_save_checkpoint"),
+        (Classifier, [Initial()], "Rename it to setup"),
     ],
 )
 def test_what_changes_nothing_is_said(model: Any, callbacks: list[Any], fix: str, tmp_path: Path) -> None:
@@ -604,6 +618,7 @@ def test_a_folder_that_is_taken_as_it_is_is_said(folder: str, fix: str) -> None:
 def test_what_changes_something_is_not_said(tmp_path: Path) -> None:
     saves: Any = {"callbacks": ModelCheckpoint(tmp_path, every_n_epochs=2), "enable_checkpointing": True}
     rare: Any = [BackboneFinetuning(9), GradientAccumulationScheduler({9: 2}), ModelCheckpoint(every_n_epochs=9)]
+    rare.append(InitialOfItsOwn())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet(max_epochs=2, **saves).fit(Resets(), loader(), loader(4))
@@ -844,6 +859,11 @@ def test_checkpoints_that_do_not_fit_are_told_apart(tmp_path: Path) -> None:
         ("save", "trainer.save_checkpoint(path)"),
         ("tune", "Tuner(trainer).lr_find(model)"),
         ("from_argparse_args", "LightningCLI"),
+        ("lr_schedulers", "trainer.lr_scheduler_configs"),
+        ("num_processes", "trainer.num_devices"),
+        ("running_sanity_check", "trainer.sanity_checking"),
+        ("tested_ckpt_path", "trainer.ckpt_path"),
+        ("training_type_plugin", "trainer.strategy"),
     ],
 )
 def test_names_that_other_libraries_have_are_answered_by_what_to_write(name: str, fix: str) -> None:

@@ -39,6 +39,10 @@ _OLD_HOOKS = {
     "on_keyboard_interrupt": "on_exception",
     "on_before_accelerator_backend_setup": "setup",
     "on_configure_sharded_model": "setup",
+    "on_hpc_load": "on_load_checkpoint",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_init_end": "setup",
+    "on_init_start": "setup",
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
     "training_step_end": "on_train_batch_end",
@@ -268,6 +272,16 @@ def _of_other_words(name: str, hooks: list[str]) -> str | None:
     return next((hook for hook in hooks if words and _words_of(hook) == words), None)
 
 
+def _given_then(name: str, base: type) -> tuple[str, ...]:
+    """Return the arguments that Lightning 1 gave one of its hooks, with ``self``."""
+    if name.startswith("on_init_"):
+        return ("self", "trainer")
+    given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
+    if name.startswith("on_hpc_"):
+        return (*given, "checkpoint")
+    return (*given, "outputs") if name.endswith("_step_end") else given
+
+
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
     """Warn of methods that the trainer does not call and that look like hooks: misspelt, or renamed by Lightning."""
     kind = type(owner)
@@ -281,9 +295,7 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             continue
         if name in _OLD_HOOKS:
             # With other arguments it has another purpose: callbacks of other libraries use such names.
-            given: tuple[str, ...] = ("self", "trainer", "pl_module") if base is Callback else ("self",)
-            given += ("outputs",) * name.endswith("_step_end")
-            hook = _OLD_HOOKS[name] if _accepts(method, given) else None
+            hook = _OLD_HOOKS[name] if _accepts(method, _given_then(name, base)) else None
         else:
             # A cutoff of 0.9: one or two letters of twenty differ.
             hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None) or _of_other_words(name, hooks)
