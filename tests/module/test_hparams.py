@@ -312,12 +312,18 @@ def test_hparams_are_read_by_attribute_and_can_be_changed() -> None:
     model.hparams.width = 5
     assert model.hparams["width"] == 5
     del model.hparams.lr
-    with refused(AttributeError, says=("'lr'", "['name'", "'width'")):
+    with refused(AttributeError, fix="write self.save_hyperparameters()", says=("'lr'", "['name'", "'width'")):
         _ = model.hparams.lr
     with refused(KeyError, says="'lr'"):
         del model.hparams.lr
     assert repr(model.hparams) == '"name":  n\n"width": 5'
     assert isinstance(copy.deepcopy(model.hparams), AttributeDict)
+
+
+def test_a_missing_entry_of_the_state_of_a_loop_is_not_called_a_hyper_parameter() -> None:
+    state = AttributeDict(iteration=3)
+    with refused(AttributeError, fix="Set it first", says=("no entry 'step'", "['iteration']")):
+        _ = state.step
 
 
 def test_initial_hparams_stay_as_they_were() -> None:

@@ -410,11 +410,9 @@ class AttributeDict(dict[str, Any]):
                 else f"Write hparams.{inside[0]}[{key!r}]."
                 if inside
                 else did_you_mean(key, self)
-                or " Write self.save_hyperparameters() in __init__, where it is an argument."
+                or " Set it first; for an argument of a module, write self.save_hyperparameters() in its __init__."
             )
-            raise make_error(
-                AttributeError, f"no hyper-parameter {key!r}; there are: {sorted(self)}.", fix=instead
-            ) from None
+            raise make_error(AttributeError, f"no entry {key!r}; there are: {sorted(self)}.", fix=instead) from None
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
