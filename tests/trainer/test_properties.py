@@ -67,6 +67,9 @@ def test_properties_of_a_run() -> None:
     assert trainer.test_dataloaders[0].dataset is first.dataset
     trainer.predict(model, [first, second])
     assert [one.dataset for one in trainer.predict_dataloaders] == [first.dataset, second.dataset]
+    assert (trainer.test_dataloaders[0].dataset, trainer.num_test_batches) == (first.dataset, [2])
+    trainer.validate(model, second, verbose=False)
+    assert (trainer.num_val_batches, trainer.num_predict_batches) == ([1], [2, 1])
 
 
 def test_reading_the_numbers_of_batches_makes_no_loaders() -> None:

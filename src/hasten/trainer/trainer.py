@@ -698,8 +698,13 @@ class Trainer(TrainerView):
             # A checkpoint saved after an evaluation still holds the state of the last fit.
             run.optimizers, run.wrapped_optimizers = last_run.optimizers, last_run.wrapped_optimizers
             run.schedulers, run.data.train, run.averages = last_run.schedulers, last_run.data.train, last_run.averages
+            # The loaders of stages that this call does not run stay readable: trainer.test_dataloaders after predict.
             if fn is not TrainerFn.VALIDATING:
                 run.data.validation = last_run.data.validation
+            if fn is not TrainerFn.TESTING:
+                run.data.test = last_run.data.test
+            if fn is not TrainerFn.PREDICTING:
+                run.data.predict = last_run.data.predict
         return run
 
     def _evaluate(
