@@ -200,6 +200,32 @@ def test_another_batch_size_goes_on_at_the_same_sample(replicas: int) -> None:
         assert len(seen) - SAMPLES < replicas
 
 
+@pytest.mark.parametrize(("kind", "workers"), [("the user's sampler", 0), ("shuffled", 1)])
+def test_each_process_compares_the_last_batch_that_it_had_itself(kind: str, workers: int) -> None:
+    before, after = world(3, kind, 2, num_workers=workers), world(3, kind, 1, num_workers=workers)
+    seen = in_order([each.read(3, epoch=1) for each in before])
+    for saved, each in zip(before, after, strict=True):
+        each.stream.load_state_dict(saved.state())
+    seen += in_order([each.read() for each in after])
+    assert set(seen) == set(range(SAMPLES))
+    assert len(seen) - SAMPLES < 3
+    for each in (*before, *after):
+        each.stream.close()
+
+
+def test_the_epoch_after_one_that_was_resumed_is_resumed_too() -> None:
+    (one,), (resumed,), (last,) = world(1, "shuffled", 2), world(1, "shuffled", 2), world(1, "shuffled", 3)
+    one.read(2, epoch=0)
+    resumed.resume(one.state())
+    resumed.random = one.random
+    resumed.read()
+    # As many as the epoch before had when its last batches were read.
+    seen = in_order([resumed.read(22, epoch=1)])
+    last.resume(resumed.state())
+    assert not last.stream.not_known
+    assert Counter(seen + in_order([last.read()])) == Counter(range(SAMPLES))
+
+
 def test_drop_last_leaves_out_what_an_epoch_of_the_rest_leaves_out() -> None:
     before, (after,) = world(2, "in sequence", 2, drop_last=True), world(1, "in sequence", 5, drop_last=True)
     for each in before:

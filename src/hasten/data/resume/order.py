@@ -211,8 +211,12 @@ def rest_of(
         return Rest([None] * order["begun"] + _divided(items[order["before"] :], loader), order)
     if is_first:
         before = sum(per_step[:done])
-        if 0 < done <= len(per_step) and "last" in order:
-            last = items[before - per_step[done - 1] : before : drawn["replicas"]]
+        # The state is that of this process, or of the first one if another number of processes saved it. Where the
+        # processes could not share the last samples equally, some of them had first ones again.
+        rank = 0 if moved else getattr(_samplers_of(loader)[0], "rank", 0)
+        is_shared = 0 < done <= len(per_step) and per_step[done - 1] % drawn["replicas"] == 0
+        if is_shared and "last" in order:
+            last = items[before - per_step[done - 1] + rank : before : drawn["replicas"]]
             if order["last"] != _checksum(last if drawn["unit"] == "samples" else last[0]):
                 raise NotKnown(f"its sampler {drawn['sampler']} draws another order than it did")
     else:
