@@ -668,6 +668,20 @@ class LoggedValues:
         self._outdated = {}
         self.loss_value = None
 
+    def export_shown(self) -> dict[str, Any]:
+        """Return what callbacks, loggers and bar are shown, for the process that has started the copies of a run."""
+        return {
+            "callback": self.callback_values,
+            "logged": self.logger_values,
+            "bar": self.bar_values,
+            "of_64_bits": [*self._double],
+        }
+
+    def import_shown(self, shown: dict[str, Any]) -> None:
+        """Restore what ``export_shown`` returned."""
+        self.callback_values, self.logger_values, self.bar_values = shown["callback"], shown["logged"], shown["bar"]
+        self._double = dict.fromkeys(shown["of_64_bits"], True)
+
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of every name as tensors; reading one of them may wait for the device."""
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.callback_values.items()}

@@ -9,6 +9,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -18,7 +19,8 @@ from tests.programs import Forked, call_in_file, copying_python, started_copies
 from tests.refusals import refused, warned
 from torch import nn
 
-from hasten.callbacks import ModelCheckpoint
+import hasten as L
+from hasten.callbacks import EarlyStopping, ModelCheckpoint
 from hasten.machine.cluster import find_free_port
 from hasten.resolve import runtime
 from hasten.seed import isolate_rng, seed_everything
@@ -252,6 +254,55 @@ def test_results_of_copies_come_back_also_where_hooks_have_made_layers(hook: str
             assert len(torch.cat(trainer.predict(model, loader(12)))) == 6
     assert trainer.global_step == 1
     assert Path(checkpoint.best_model_path).exists()
+
+
+class Changes(Classifier):
+    """Brings its own callback, changes what no ``state_dict`` has, and saves a part of its weights."""
+
+    strict_loading = False
+    batches = 0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [EarlyStopping("val_loss"), ModelCheckpoint(self.folder, monitor="val_loss")]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "layers.3" in name}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        self.count += 1
+        self.log("share", torch.tensor(1 / 3, dtype=torch.float64))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        # As a callback does, so that it comes back as a number of the host.
+        assert self.trainer.callback_metrics["share"].dtype == torch.float64
+        self.layers[0].requires_grad_(False)
+
+
+def test_all_that_a_run_changes_comes_back_from_the_copies(tmp_path: Path) -> None:
+    found = []
+    for strategy in ("ddp_fork", "auto"):
+        seed_everything(1, verbose=False)
+        model = Changes(tmp_path / strategy)
+        trainer = quiet(strategy=strategy, enable_checkpointing=True)
+        trainer.fit(model, loader(8), loader(8))
+        best = Path(trainer.checkpoint_callback.best_model_path)
+        assert best.is_file()
+        assert len(trainer.early_stopping_callbacks) == 1
+        assert float(trainer.early_stopping_callback.best_score) == float(trainer.callback_metrics["val_loss"])
+        assert float(trainer.callback_metrics["share"]) == 1 / 3
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        found.append((best.relative_to(model.folder), model.batches, model.count.item(), frozen))
+        found.append([parameter.tolist() for parameter in model.parameters()])
+        # The callbacks of this call are new ones.
+        assert trainer.test(model, loader(8), ckpt_path="best", verbose=False)
+    assert found[:2] == found[2:]
 
 
 # -- a run within a rank of another one

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.optional import installed
@@ -15,12 +18,14 @@ from hasten.arguments import Arguments, require_callback
 from hasten.compile.settings import inner_model as inner_model
 from hasten.elsewhere import conventions
 from hasten.loggers.base import Logger
+from hasten.loops.resume import resolve_path
 from hasten.machine import launch, watchdog
 from hasten.machine.cluster import SLURMEnvironment
 from hasten.machine.host import is_interactive
 from hasten.machine.signals import leaving
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
+from hasten.module.changes import ModuleChanges
 from hasten.module.hparams import remove_unpicklable
 from hasten.module.log_methods import log_into
 from hasten.module.signatures import check_signatures
@@ -147,6 +152,11 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
         remove_unpicklable(module)
     if decisions.warns_of_settings:
         forget_warnings()
+    _add_configured(trainer, module, datamodule)
+    let_log(trainer.callbacks, module)
+
+
+def _add_configured(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
     configured: Any = module.configure_callbacks()
     several = isinstance(configured, Iterable) and not isinstance(configured, Callback)
     added: list[Callback] = list(configured) if several else [] if configured is None else [configured]
@@ -162,7 +172,6 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
             if type(callback) is Callback or not any(issubclass(kind, type(callback)) for kind in kinds)
         ]
         trainer.callbacks[:] = last_ones_last(others + added)
-    let_log(trainer.callbacks, module)
 
 
 def time_is_limited(trainer: Trainer) -> bool:
@@ -213,15 +222,17 @@ def weights_for(
 ) -> PathLike | None:
     """Return the checkpoint for an evaluation; by default, without a model, that is the best one of the last fit."""
     ckpt_path = given_or_assigned(trainer, fn, ckpt_path)
-    if model is None and ckpt_path is None and trainer._run is not None:
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        if best:
-            rank_zero_warn(
-                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call will "
-                f"be used, {best}.",
-                fix='Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.',
-            )
-            return "best"
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if best and model is None and ckpt_path is None and trainer._run is not None:
+        rank_zero_warn(
+            f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call will "
+            f"be used, {best}.",
+            fix='Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.',
+        )
+        ckpt_path = "best"
+    if best and ckpt_path == "best":
+        # The run begins with new callbacks of configure_callbacks, which have saved nothing.
+        return resolve_path(trainer, ckpt_path, fits=False)
     return ckpt_path
 
 
@@ -287,10 +298,16 @@ _PATHS = ("best_model_path", "best_model_score", "best_k_models", "last_model_pa
 
 def export_results(self: Trainer) -> dict[str, Any]:
     """Return the results of the run for the process that started the copies."""
-    assert self._module is not None
-    logged = self._logged
+    module, run, logged = self._module, self._run, self._logged
+    assert module is not None
+    assert run is not None
+    weights = module.state_dict()
+    # Buffers that are not persistent, and what a state_dict() of the program's own leaves out.
+    others = {name: tensor.detach() for name, tensor in _named_tensors(module) if name not in weights}
     return {
-        "weights": move_to(self._module.state_dict(), "cpu"),
+        "weights": move_to(weights, "cpu"),
+        "other_tensors": move_to(others, "cpu"),
+        "changes": run.module_changes.state_dict(),
         "progress": self._progress.state_dict(),
         "callbacks": [
             (
@@ -299,7 +316,7 @@ def export_results(self: Trainer) -> dict[str, Any]:
             )
             for callback in self._callbacks
         ],
-        "values": (logged.callback_values, logged.logger_values, logged.bar_values),
+        "values": logged.export_shown(),
         "loggers": _identities(self._loggers),
         "history": self.history,
         "state": self.state,
@@ -309,27 +326,38 @@ def export_results(self: Trainer) -> dict[str, Any]:
 
 def import_results(self: Trainer, results: dict[str, Any]) -> None:
     """Restore what ``export_results`` returned in the first copy."""
+    assert self._module is not None
     self._progress.load_state_dict(results["progress"])
+    # The copies have them, and the results are in their order.
+    _add_configured(self, self._module, self._datamodule)
     for callback, (state, paths) in zip(self._callbacks, results["callbacks"], strict=False):
         callback.load_state_dict(state)
         for name, value in paths.items():
             setattr(callback, name, value)
-    logged = self._logged
-    logged.callback_values, logged.logger_values, logged.bar_values = results["values"]
+    self._logged.import_shown(results["values"])
     _take_identities(self._loggers, results["loggers"])
     self.history = results["history"]
     self.state, self._should_stop = results["state"], results["should_stop"]
-    _import_weights(self, results["weights"])
+    _import_weights(self, self._module, results["weights"])
+    others = results["other_tensors"]
+    for name, tensor in _named_tensors(self._module):
+        if name in others:
+            tensor.data = others[name].to(tensor)
+    changes = ModuleChanges(self._module)
+    changes.load_state_dict(results["changes"])
+    changes.begin()
 
 
-def _import_weights(trainer: Trainer, weights: dict[str, Any]) -> None:
+def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _import_weights(trainer: Trainer, module: LightningModule, weights: dict[str, Any]) -> None:
     """Load the weights of the first copy into the module of this process, in which no hook of the run was called."""
-    module = trainer._module
-    assert module is not None
     if weights.keys() - module.state_dict().keys():
         module.configure_model()
     try:
-        module.load_state_dict(weights)
+        module.load_state_dict(weights, strict=module.strict_loading)
     except RuntimeError as error:
         raise make_error(
             RuntimeError,
