@@ -481,17 +481,18 @@ def _refuse_absent(instance: object, name: str) -> Any:
         # A property or an ``Elsewhere`` has raised an AttributeError of its own: raise that.
         return object.__getattribute__(instance, name)
     what = f"{kind.__name__!r} object has no attribute {name!r}"
-    near = None if name.startswith("_") else nearest(name, _public_names(kind))
+    near = None if name.startswith("_") else _nearest_attribute(kind, name)
     if near is None:
         raise AttributeError(what, name=name, obj=instance)
     # Without the object: Python would add another suggestion.
     raise make_error(AttributeError, f"{what}.", fix=f"Did you mean {near!r}?", name=name)
 
 
-@functools.cache
-def _public_names(kind: type) -> tuple[str, ...]:
-    absent = {name for name in dir(kind) if isinstance(inspect.getattr_static(kind, name), Elsewhere)}
-    return tuple(name for name in dir(kind) if not name.startswith("_") and name not in absent)
+@functools.lru_cache(256)
+def _nearest_attribute(kind: type, name: str) -> str | None:
+    # Kept, because a program may ask hasattr(trainer, name) in every step, and the search takes a millisecond.
+    present = (each for each in dir(kind) if not isinstance(inspect.getattr_static(kind, each), Elsewhere))
+    return nearest(name, [each for each in present if not each.startswith("_")])
 
 
 def _present_names(instance: object) -> list[str]:
