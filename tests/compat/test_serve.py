@@ -13,12 +13,11 @@ from hasten.machine.cluster import find_free_port
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
     hasten_lightning.install()
     yield
     hasten_lightning.uninstall()

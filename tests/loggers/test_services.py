@@ -29,9 +29,6 @@ from tests.models import Classifier, loader, quiet
 from tests.refusals import refused, warned
 
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
-wandb = pytest.importorskip("wandb")
-comet_ml = pytest.importorskip("comet_ml")
-mlflow = pytest.importorskip("mlflow")
 
 pytestmark = pytest.mark.filterwarnings("ignore:::(mlflow|alembic|sqlalchemy)")
 
@@ -55,6 +52,8 @@ UNSET = ("WANDB_PROJECT", "COMET_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    # Here, as these tests run in one process of several, each of which would import them for 2.8 seconds.
+    wandb, comet_ml, mlflow = map(pytest.importorskip, ("wandb", "comet_ml", "mlflow"))
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     for name in UNSET:
@@ -97,6 +96,8 @@ def parsed(data: bytes) -> list[Any]:
 
 def of_kind(folder: str | Path, kind: str) -> list[Any]:
     """Return the records of one kind of the one run under ``folder``, when its end has been written."""
+    import wandb
+
     wandb.finish()
     (path,) = Path(folder, "wandb").glob("offline-run-*/run-*.wandb")
     until = time.monotonic() + 30
@@ -293,8 +294,10 @@ def refuse(error: type[Exception]) -> Any:
 def test_a_run_that_cannot_start_is_an_error_that_says_what_to_do(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import wandb
+
     monkeypatch.setattr(wandb, "init", refuse(wandb.errors.UsageError))
-    monkeypatch.setattr(comet_ml, "start", refuse(ValueError))
+    monkeypatch.setattr("comet_ml.start", refuse(ValueError))
     with refused(RuntimeError, says=("API", "`wandb", "login`", "offline=True")):
         quiet(logger=WandbLogger(save_dir=tmp_path)).fit(Classifier(), loader())
     with refused(RuntimeError, says=("API", "online=False")):
@@ -353,7 +356,7 @@ def test_wandb_sounds_and_videos_and_wrong_media(tmp_path: Path, monkeypatch: py
     # W&B needs further packages to encode these, so that only what is handed to it can be seen here.
     made = []
     for kind in ("Audio", "Video"):
-        monkeypatch.setattr(wandb, kind, lambda item, kind=kind, **options: made.append((kind, item, options)) or 1)
+        monkeypatch.setattr(f"wandb.{kind}", lambda item, kind=kind, **options: made.append((kind, item, options)) or 1)
     logger = WandbLogger(save_dir=tmp_path)
     logger.log_audio("sounds", ["a.wav", "b.wav"], step=1, sample_rate=[8000, 16000])
     logger.log_video("videos", ["c.mp4"], step=2, fps=[4])
@@ -388,6 +391,8 @@ def test_wandb_watches_until_unwatch_in_fabric_too(tmp_path: Path) -> None:
 
 
 def test_wandb_continues_a_run_that_is_open(tmp_path: Path) -> None:
+    import wandb
+
     run = wandb.init(dir=tmp_path, id="mine")
     given = WandbLogger(experiment=run)
     assert given.experiment is run
@@ -402,7 +407,7 @@ def test_wandb_artifacts_are_used_and_downloaded(tmp_path: Path, monkeypatch: py
     asked: list[Any] = []
     artifact = SimpleNamespace(download=lambda root: asked.append(root) or str(root))
     api = SimpleNamespace(artifact=lambda name, type: asked.append(("api", name, type)) or artifact)
-    monkeypatch.setattr(wandb, "Api", lambda: api)
+    monkeypatch.setattr("wandb.Api", lambda: api)
     assert WandbLogger.download_artifact("net:best", tmp_path, "model") == str(tmp_path)
     logger = WandbLogger(save_dir=tmp_path)
     monkeypatch.setattr(
@@ -451,14 +456,14 @@ def test_older_names_of_comets_arguments_still_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, older: dict[str, Any], now: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comet_ml, "start", Started)
+    monkeypatch.setattr("comet_ml.start", Started)
     with warned(DeprecationWarning, says=(f"{list(older)[-1]}=...", f"{next(iter(now))}=")):
         logger = CometLogger(**older)
     assert {name: logger.experiment.options[name] for name in now} == now
 
 
 def test_comet_gets_what_is_given_and_copies_have_the_same_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comet_ml, "start", Started)
+    monkeypatch.setattr("comet_ml.start", Started)
     given = {"api_key": "k", "workspace": "w", "project": "p", "mode": "create", "tags": ["a"]}
     logger = CometLogger(**given)  # type: ignore[arg-type]
     assert {name: logger.experiment.options[name] for name in given} == given
