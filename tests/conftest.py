@@ -58,6 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Have the processes that run tests beside each other use one fork server, before they are started."""
+    if session.config.getoption("numprocesses", None):
+        from tests.programs import share_fork_server
+
+        share_fork_server()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what thousands of random combinations are asked for with."""
     parser.addoption("--combinations", type=int, default=60, help="how many random combinations to train (tests/story)")
@@ -89,6 +98,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector away from what was imported: its full passes would look through all of it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
+    """In a process of many that run tests, have the fork server be a copy of it: it has imported most of that."""
+    if hasattr(session.config, "workerinput"):
+        from tests.forked import copy_as_fork_server
+
+        copy_as_fork_server()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

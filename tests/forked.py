@@ -7,7 +7,9 @@ three seconds, a copy some milliseconds. hasten is not imported before: it looks
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -20,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from types import CodeType
 from typing import Any
 
@@ -31,33 +34,29 @@ STARTED_COPIES = "HASTEN_TESTS_STARTED_COPIES"
 
 
 def serve(descriptor: int, listening: int) -> CodeType:
-    """Start programs as a socket says, until it is closed; return the program to run, in each copy.
+    """Start programs until a socket is closed; return the program to run, in each copy.
 
-    Other processes connect to the socket that listens, with one program each.
+    Processes connect to the socket that listens, with one program each. torch is imported when the first has come.
 
     A message is JSON: "words" after ``python``, "folder", "environment" and "path", the folders of PYTHONPATH, whether
     it begins a "session", and the numbers that the "files" have for it, which come with the message. Before those comes
     one for the id of the copy, and its exit code when it has ended.
     """
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
     own = {os.path.abspath(folder) for folder in os.environ["PYTHONPATH"].split(os.pathsep)}
     sys.path[:] = [folder for folder in sys.path[1:] if folder not in own]  # The first is the folder of this program.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as requests, socket.socket(fileno=listening) as others:
+    with socket.socket(fileno=descriptor) as whoever_started_it, socket.socket(fileno=listening) as others:
         waiting = select.poll()
-        for each in (requests, others):
+        for each in (whoever_started_it, others):
             waiting.register(each, select.POLLIN)
         while True:
-            is_other = waiting.poll()[0][0] == others.fileno()
-            with others.accept()[0] if is_other else contextlib.nullcontext(requests) as request:
+            if waiting.poll()[0][0] == whoever_started_it.fileno():
+                raise SystemExit
+            with others.accept()[0] as request:
                 message, files, *_ = socket.recv_fds(request, MOST_BYTES, MOST_FILES)
             if not message:
-                if is_other:
-                    continue
-                raise SystemExit
+                continue
+            _preload()
             if not os.fork():
                 break
             for file in files:
@@ -79,9 +78,53 @@ def serve(descriptor: int, listening: int) -> CodeType:
         request = json.loads(message)
         _prepare(files, request.pop("files"), request.pop("session"))
         # A copy that the program starts goes through the same lines.
-        if (started := _Spares().make(int(request["environment"].get(STARTED_COPIES, "0")))) is None:
+        spares = _Spares()
+        if (started := spares.make(int(request["environment"].get(STARTED_COPIES, "0")))) is None:
+            spares.replace_programs()
             return _become(**request)
         message, files = started
+
+
+@functools.cache
+def _preload() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def copy_as_fork_server() -> None:
+    """Have a copy of this process of pytest be the fork server that ``multiprocessing`` starts later.
+
+    It has imported what the tests of all modules need, which a new process would import for 8 seconds.
+    """
+    spares = _Spares()
+    started = spares.make(1)
+    if started is None:
+        spares.replace_fork_server()
+        return
+    try:
+        message, files = started
+        request = json.loads(message)
+        # pytest has its own, for this process only.
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # type: ignore[assignment]
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        faulthandler.disable()
+        _leave_files(but=files)
+        _prepare(files, request.pop("files"), request.pop("session"))
+        exec(_become(**request), vars(sys.modules["__main__"]))
+    finally:
+        os._exit(1)
+
+
+def _leave_files(but: list[int]) -> None:
+    """Hold no file or pipe open for whoever waits for its end; the numbers stay taken, which objects still know."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in (null, *but):
+            with contextlib.suppress(OSError):  # That of the folder which was read.
+                os.fstat(number)
+                os.dup2(null, number)
 
 
 def _prepare(files: list[int], numbers: list[int], session: bool) -> None:
@@ -122,12 +165,22 @@ class _Spares:
             if not message:
                 os._exit(0)
             return message, files
-        if count:
-            self._serve()
         return None
 
-    def _serve(self) -> None:
+    def replace_fork_server(self) -> None:
+        """Have ``multiprocessing`` take a child for its fork server."""
+        spawn = multiprocessing.util.spawnv_passfds
+
+        def spawn_copy(path: Any, args: Any, files: Any) -> int:
+            takes = "multiprocessing.forkserver" in args[-1] and self._takes(args)
+            return self._start(args, {file: file for file in files}) if takes else spawn(path, args, files)
+
+        multiprocessing.util.spawnv_passfds = spawn_copy
+
+    def replace_programs(self) -> None:
         """Have ``subprocess.Popen``, but for its pipes, and "spawn" take the children for a new Python."""
+        if not self.waiting:
+            return
         execute: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         spawn = multiprocessing.util.spawnv_passfds
 
@@ -171,7 +224,7 @@ class _Spares:
             "words": [str(word) for word in _words(args)],
             "folder": str(folder or os.getcwd()),
             "environment": variables,
-            "path": variables["PYTHONPATH"].split(os.pathsep),
+            "path": [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder],
             "files": list(files),
             "session": session,
         }

@@ -32,7 +32,6 @@ def run_python(
     *words: str | Path,
     cwd: Path | None = None,
     timeout: float = 600,
-    start: Sequence[str] = (sys.executable,),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS...`` with one thread and return its exit code and output.
@@ -41,12 +40,11 @@ def run_python(
         words: the arguments, for example a path, or "-c" and a program.
         cwd: the folder to run in.
         timeout: seconds after which the test fails: far more than a program takes, on a loaded machine too.
-        start: what starts Python, for example torchrun.
         environment: variables beside those of this process.
 
     """
     return subprocess.run(
-        [*start, *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=cwd,
         env=environment_of_python() | environment,
         capture_output=True,
@@ -154,7 +152,8 @@ class Forked:
             passed.append(output)
             self.stdout = os.fdopen(reads)
         files = [answers, stdin, output, output if errors is None else errors, *pass_fds]
-        socket.send_fds(_fork_server()[1], [json.dumps(request).encode()], files)
+        with _connected() as server:
+            socket.send_fds(server, [json.dumps(request).encode()], files)
         for descriptor in passed:
             os.close(descriptor)
         self.pid = self._next_answer()
@@ -224,8 +223,7 @@ def copying_python(folder: Path) -> dict[str, str]:
         "from tests.programs import run_copy\nrun_copy(sys.argv[1:])\n"
     )
     program.chmod(0o755)
-    _fork_server()
-    return {"PYTHON_EXEC": str(program), _SERVER: _SERVER_NAME}
+    return {"PYTHON_EXEC": str(program), _SERVER: share_fork_server()}
 
 
 def started_copies(count: int) -> dict[str, str]:
@@ -250,13 +248,27 @@ def run_copy(words: list[str]) -> None:
     sys.exit(code)
 
 
+def share_fork_server() -> str:
+    """Return the name of the process whose copies run the programs; it starts if there is none, and then imports torch.
+
+    Processes that this one starts use it, too.
+    """
+    if _SERVER not in os.environ:
+        _fork_server()
+        os.environ[_SERVER] = _SERVER_NAME
+    return os.environ[_SERVER]
+
+
+def _connected() -> socket.socket:
+    """Return a socket to the fork server, for one program."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(f"\0{share_fork_server()}")
+    return server
+
+
 @functools.cache
-def _fork_server() -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
-    """Start the process whose copies run the programs; return it with the socket that it reads."""
-    if (name := os.environ.get(_SERVER)) is not None:
-        ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.connect(f"\0{name}")
-        return None, ours
+def _fork_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the fork server; return it with the socket whose end it waits for."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     others = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     others.bind(f"\0{_SERVER_NAME}")

@@ -8,10 +8,7 @@ import io
 import logging
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +24,7 @@ from hasten.seed import (
     restore_rng_state,
     seed_everything,
 )
+from tests.programs import fork_python
 from tests.refusals import refused, warned
 
 
@@ -139,9 +137,8 @@ def test_nothing_touches_the_gpu_before_it_is_used() -> None:
         "import torch, hasten.seed as s; state = s.collect_rng_state(); s.restore_rng_state(state); "
         "print(torch.cuda.is_initialized(), 'cuda' in state)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", "False"]
+    result = fork_python("-c", code)
+    assert result.stdout.split() == ["False", "False"], result.stderr
 
 
 def test_the_state_of_the_gpu_that_was_used_goes_to_the_one_that_is(monkeypatch: pytest.MonkeyPatch) -> None:

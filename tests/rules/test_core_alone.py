@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hasten.extend import origin
-from tests.programs import run_python
+from tests.programs import fork_python
 
 PROGRAM = """
 import sys
@@ -67,7 +67,7 @@ assert [name for name in sys.modules if name.partition(".")[0] in BLOCKED and sy
 def test_the_core_needs_no_other_root(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM % sorted(origin.ROOTS - {"hasten"}), encoding="utf-8")
-    # Not a copy of a process that has imported all of hasten where the others could be imported.
-    done = run_python("train.py", cwd=tmp_path)
+    # A copy of a process that has imported torch alone: nothing of hasten, where the others could be imported.
+    done = fork_python("train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "History" in done.stdout
