@@ -13,6 +13,7 @@ from pathlib import Path
 from hasten.elsewhere import conventions
 from hasten.elsewhere.conventions import HASTEN, Conventions
 from hasten_lightning.conventions import LIGHTNING
+from tests.rules.trees import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "differences.md"
@@ -40,7 +41,7 @@ def test_each_decision_is_read_somewhere_and_nothing_asks_which_side_it_is() -> 
     read: set[str] = set()
     asks: list[str] = []
     for path in (ROOT / "src").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

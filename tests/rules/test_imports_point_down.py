@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules.trees import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 # Rooms of the core with a private name that its other roots may import, as if they were in it. May only become fewer.
@@ -67,7 +69,7 @@ def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
 def imports_of(module: str, source: str, known: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, imported module of the package)."""
     package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
-    for node in _run_time_nodes(ast.parse(source)):
+    for node in _run_time_nodes(parsed(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in ROOTS:
@@ -153,7 +155,7 @@ def private_imports(module: str) -> list[str]:
     """Return the private names and modules of other roots that a module imports."""
     root = module.partition(".")[0]
     found = []
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(MODULES[module].read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in ROOTS - {root}:
             continue
         names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]

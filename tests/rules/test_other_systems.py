@@ -25,6 +25,7 @@ from hasten.record import file as record
 from hasten_tools.speed.trial_processes import TrialStarter
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused
+from tests.rules.trees import parsed
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 # Windows has none of them; https://docs.python.org/3/library/unix.html
@@ -36,7 +37,7 @@ def test_modules_that_windows_lacks_are_imported_where_they_are_used_and_text_is
     found = [
         f"{path.relative_to(SOURCES)}:{line}: {what}"
         for path in SOURCES.rglob("*.py")
-        for line, what in _unix_alone(ast.parse(path.read_text(encoding="utf-8")))
+        for line, what in _unix_alone(parsed(path.read_text(encoding="utf-8")))
     ]
     assert found == []
 

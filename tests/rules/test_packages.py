@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules.trees import parsed
+
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
 SENTENCE = re.compile(r"must not import ((?:``[\w.]+``(?:, | or )?)+)")
@@ -37,7 +39,7 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 @cache
 def imports_of(path: Path) -> frozenset[str]:
-    return frozenset(imports(ast.parse(path.read_text(encoding="utf-8"))))
+    return frozenset(imports(parsed(path.read_text(encoding="utf-8"))))
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.relative_to(SOURCE).as_posix())
