@@ -135,7 +135,7 @@ def test_a_number_changes_neither_weights_nor_the_loader() -> None:
     assert used == [0, 2]
     assert same_weights(*modules)
     kind = type("Own", (DataLoader,), {})
-    given = kind(Slow(0.0, samples=400), 4, num_workers=2, persistent_workers=True, timeout=5)
+    given = kind(Slow(0.0, samples=400), 4, num_workers=2, persistent_workers=True, timeout=600)
     none = with_workers(given, 0)
     assert (type(none), len(list(none)), given.num_workers) == (kind, 100, 2)
     fabric = L.Fabric(accelerator="cpu", devices=1)

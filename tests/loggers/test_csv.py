@@ -173,12 +173,13 @@ def test_a_killed_writer_leaves_whole_rows_in_order(tmp_path: Path) -> None:
             write_for_ever(tmp_path)
         finally:
             os._exit(1)
-    time.sleep(0.2)
+    path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    until = time.monotonic() + 600
+    while not path.exists() or path.stat().st_size < 100_000:
+        assert time.monotonic() < until
+        time.sleep(0.001)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
-    if not path.exists():  # killed before the first flush
-        return
     # The system may stop a write between two pages: an unfinished last line is cut off by the next logger.
     again = CSVLogger(tmp_path, version=0)
     with warned(UserWarning, fix="version="):

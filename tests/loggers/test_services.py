@@ -100,7 +100,7 @@ def of_kind(folder: str | Path, kind: str) -> list[Any]:
 
     wandb.finish()
     (path,) = Path(folder, "wandb").glob("offline-run-*/run-*.wandb")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 600
     while not (found := parsed(path.read_bytes())) or found[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < until, "W&B did not end the file"
         time.sleep(0.02)

@@ -46,7 +46,7 @@ def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
 def assert_all_gone(folder: Path) -> None:
     ids = [int(file.read_text()) for file in folder.glob("pid-*")]
     assert len(ids) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while any(alive(process_id) for process_id in ids):
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.05)

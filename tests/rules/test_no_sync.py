@@ -122,7 +122,7 @@ def terminal() -> Iterator[list[bytes]]:
             yield drawn
     finally:
         screen.close()
-        reader.join(timeout=10)
+        reader.join(timeout=600)
         os.close(master)
 
 
