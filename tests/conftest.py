@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Have the processes that run tests beside each other use one fork server, before they are started."""
-    if session.config.getoption("numprocesses", None):
+    if sys.platform == "linux" and session.config.getoption("numprocesses", None):
         from tests.programs import share_fork_server
 
         share_fork_server()
@@ -103,7 +104,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
     """In a process of many that run tests, have the fork server be a copy of it: it has imported most of that."""
-    if hasattr(session.config, "workerinput"):
+    if sys.platform == "linux" and hasattr(session.config, "workerinput"):
         from tests.forked import copy_as_fork_server
 
         copy_as_fork_server()

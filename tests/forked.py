@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from types import CodeType
 from typing import Any
 
@@ -99,7 +100,10 @@ def copy_as_fork_server() -> None:
     It has imported what the tests of all modules need, which a new process would import for 8 seconds.
     """
     spares = _Spares()
-    started = spares.make(1)
+    with warnings.catch_warnings():
+        # Newer versions of Python warn of threads, of which a process that runs tests has one that reads orders.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        started = spares.make(1)
     if started is None:
         spares.replace_fork_server()
         return
