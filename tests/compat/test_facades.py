@@ -188,6 +188,47 @@ def test_objects_of_hastens_classes_are_instances_but_not_of_subclasses() -> Non
     assert type(L.Fabric(accelerator="cpu").strategy) is of_fabric.SingleDeviceStrategy
 
 
+def test_a_logger_may_be_both_one_of_fabric_and_one_of_the_trainer() -> None:
+    # As that of DVCLive.
+    from lightning.fabric.loggers.logger import Logger as LoggerOfFabric
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.loggers.logger import Logger
+
+    class Rows(LoggerOfFabric):  # type: ignore[misc, valid-type]
+        name = "rows"
+        version = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: list[int | None] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.steps.append(step)
+
+        def log_hyperparams(self, params: Any) -> None:
+            pass
+
+    class RowsOfTrainer(Logger, Rows):  # type: ignore[misc, valid-type]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            super().log_metrics(metrics, step)
+
+    class Model(BoringModel):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)["loss"]
+            self.log("loss", loss)
+            return loss
+
+    logger = RowsOfTrainer()
+    options = {"max_steps": 2, "log_every_n_steps": 1, "enable_checkpointing": False, "accelerator": "cpu"}
+    Trainer(**options, logger=logger).fit(Model())
+    assert logger.steps == [0, 1]
+    assert issubclass(Logger, LoggerOfFabric)
+    assert issubclass(CSVLogger, Logger)
+    assert isinstance(logger, hasten.loggers.Logger)
+
+
 def test_facades_pickle_and_forward_what_they_get() -> None:
     from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.plugins import MixedPrecision

@@ -7,13 +7,17 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.rank_zero import rank_zero_only
-from hasten.loggers import comet, mlflow, wandb
+from hasten.loggers import base, comet, mlflow, wandb
 from hasten.loggers.base import as_dict
 from hasten_lightning.facades import Facade, accepted, exactly
 from hasten_lightning.internals.loggers import convert_json_serializable, flatten_dict, sanitize_callable_params
 
 if TYPE_CHECKING:
     from hasten.loggers.base import SavedCheckpoint
+
+
+class Logger(base.Logger, metaclass=Facade):
+    """The Trainer's: under Fabric's names is the class behind it, so that programs may derive a class from both."""
 
 
 class CometLogger(comet.CometLogger, metaclass=Facade):

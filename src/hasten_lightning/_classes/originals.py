@@ -8,6 +8,7 @@ from hasten.callbacks.checkpoint import OnExceptionCheckpoint as OnExceptionChec
 from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
 from hasten.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
 from hasten.callbacks.spike import SpikeDetection as SpikeDetection
+from hasten.loggers.base import Logger as Logger
 from hasten.loggers.comet import CometLogger as CometLogger
 from hasten.loggers.mlflow import MLFlowLogger as MLFlowLogger
 from hasten.loggers.wandb import WandbLogger as WandbLogger
