@@ -30,6 +30,7 @@ from hasten.callbacks import (
 from hasten.hooks import overrides
 from tests.callbacks.scripted import Scripted, python_calls, run
 from tests.models import Classifier, loader, quiet
+from tests.programs import fork_python
 from tests.refusals import refused
 
 # -- Timer
@@ -170,6 +171,26 @@ def test_without_rich(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     with refused(ModuleNotFoundError, says=f"{kind.__name__}"):
         kind()
+
+
+@pytest.mark.parametrize("kind", [RichProgressBar, RichModelSummary])
+def test_rich_draws_no_random_numbers_of_the_program(kind: Any, tmp_path: Path) -> None:
+    program = f"""
+import random, sys
+import hasten as L
+from hasten.demos.boring_classes import BoringModel
+
+assert "rich.style" not in sys.modules
+random.seed(3)
+expected = random.random()
+random.seed(3)
+callback = L.callbacks.{kind.__name__}()
+L.Trainer(max_steps=2, callbacks=[callback], logger=False, enable_checkpointing=False).fit(BoringModel())
+assert "rich.style" in sys.modules
+assert random.random() == expected
+"""
+    done = fork_python("-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_table_of_layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import random
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -103,6 +104,8 @@ def installed(name: str) -> bool:
 def need(name: str, *, purpose: str) -> ModuleType:
     """Import and return a module; if it is not installed, raise an error with the line that installs it."""
     top = name.split(".")[0]
+    # Modules of rich draw numbers when they are imported, which a seeded program would miss.
+    random_state = random.getstate()
     try:
         if top in hidden:
             raise ModuleNotFoundError(name=top)
@@ -114,3 +117,5 @@ def need(name: str, *, purpose: str) -> ModuleType:
         extra = f" (or: {install_line(EXTRAS[top])})" if top in EXTRAS else ""
         what = f"{purpose} needs the package {package}, which is not installed."
         raise make_error(ModuleNotFoundError, what, fix=f"Run: pip install {package}{extra}", name=top) from error
+    finally:
+        random.setstate(random_state)

@@ -104,7 +104,7 @@ class RichModelSummary(ModelSummary):
     """
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: object) -> None:
-        need("rich", purpose="RichModelSummary()")
+        need("rich.table", purpose="RichModelSummary()")
         super().__init__(max_depth, **summarize_kwargs)
 
     @staticmethod

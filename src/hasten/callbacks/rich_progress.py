@@ -109,7 +109,7 @@ class RichProgressBar(DrawnProgressBar):
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check.declared(RichProgressBar.__init__, locals())
-        need("rich", purpose="RichProgressBar()")
+        need("rich.progress", purpose="RichProgressBar()")
         super().__init__()
         unit, error = "refreshes a second", MisconfigurationException
         check.number("RichProgressBar", "refresh_rate", refresh_rate, at_least=0, unit=unit, error=error)
