@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from multiprocessing import Value
 from typing import Any
@@ -35,8 +36,10 @@ class Noisy(Dataset[Any]):
 
 
 def living(**options: Any) -> DataLoader[Any]:
-    """Return a loader whose workers live on."""
-    defaults = {"batch_size": BATCH_SIZE, "num_workers": 1, "persistent_workers": True}
+    """Return a loader whose workers live on, as copies of this process, which reads what they count."""
+    defaults: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": 1, "persistent_workers": True}
+    if sys.platform == "linux" and options.get("num_workers", 1):
+        defaults["multiprocessing_context"] = "fork"
     return DataLoader(Noisy(), **{**defaults, **options})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from collections.abc import Iterator
 from multiprocessing import Value
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """Have workers begin as copies of this process: they count in the memory that it reads, and start at once."""
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(usual, force=True)
+
+
+@pytest.mark.usefixtures("forks")
 def test_workers_that_wait_for_a_disk_pay_and_leave_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(1)
     data = Slow(10.0)

@@ -218,7 +218,9 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-data = torch.utils.data.DataLoader(torch.randn(64, 8), 4, num_workers=1, worker_init_fn=tell)
+# A copy of this process: the trial is one of a process whose fork server is not its own.
+options = {"num_workers": 1, "worker_init_fn": tell, "multiprocessing_context": "fork"}
+data = torch.utils.data.DataLoader(torch.randn(64, 8), 4, **options)
 L.Trainer().fit(Model(), data)
 """
 
