@@ -81,6 +81,49 @@ def averages(run: Runtime, tolerance: float) -> None:
     assert torch.allclose(gradient_of(model), (alone[0] + alone[1]) / 2, atol=tolerance)
 
 
+class SecondOrder(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.calls = 0
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) - 3 * x.sum(1, keepdim=True).sin()).square().mean()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = self.layers.parameters()
+        return torch.optim.LBFGS(parameters, max_iter=6, line_search_fn="strong_wolfe", tolerance_change=1e-3)
+
+
+@pytest.mark.world_size(2)
+def test_lbfgs_decides_by_the_loss_of_all_processes() -> None:
+    # Samples of rank 1 have another size: by its own loss it would go another way.
+    samples = [data(0).double(), 3 * data(1).double()]
+    twin = SecondOrder()
+    optimizer: Any = twin.configure_optimizers()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        twin.calls += 1
+        loss = sum(map(twin.loss, samples), torch.zeros(())) / 2
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    module, rank = SecondOrder(), int(os.environ["LOCAL_RANK"])
+    trainer = quiet(devices=2, strategy="ddp", max_epochs=3, use_distributed_sampler=False)
+    trainer.fit(module, [samples[rank]])
+    assert module.calls == twin.calls
+    for mine, of_twin in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, of_twin)
+
+
 @pytest.mark.world_size(2)
 def test_unused_parameters_need_to_be_found() -> None:
     run = started("ddp_find_unused_parameters_true")

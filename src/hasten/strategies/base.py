@@ -10,6 +10,7 @@ and ``ZeroSharding`` and ``ZeroState`` for a piece of DeepSpeed's.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -758,7 +759,8 @@ class StepEngine(StrategyPart):
             precision.convert_optimizer(optimizer)
         scaler = self.scaler
         if scaler is None:
-            return fast_step.make_step(optimizer)
+            step = fast_step.make_step(optimizer)
+            return self._with_mean_loss(step) if isinstance(optimizer, torch.optim.LBFGS) else step
         if isinstance(optimizer, torch.optim.LBFGS):
             raise make_error(
                 ValueError,
@@ -786,6 +788,25 @@ class StepEngine(StrategyPart):
             return result
 
         return scaled_step
+
+    def _with_mean_loss(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step whose closure returns the mean loss of all processes, as its gradients are means.
+
+        By the loss LBFGS decides how far to go and whether to compute again, which all processes must do alike.
+        """
+
+        def step_with_mean(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            if closure is None:
+                return step(**kwargs)
+
+            @functools.wraps(closure)
+            def with_mean() -> Any:
+                loss = closure()
+                return self.strategy.all_reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+            return step(with_mean, **kwargs)
+
+        return step_with_mean
 
     def update_scale(self) -> None:
         """Adapt the scale of a scaler to what was stepped, or unscaled and dropped, since the last backward."""
