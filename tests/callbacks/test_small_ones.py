@@ -168,7 +168,8 @@ rich = pytest.importorskip("rich")
 
 @pytest.mark.parametrize("kind", [RichProgressBar, RichModelSummary])
 def test_without_rich(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
+    for name in ("rich", *(each for each in sys.modules if each.startswith("rich."))):
+        monkeypatch.setitem(sys.modules, name, None)
     with refused(ModuleNotFoundError, says=f"{kind.__name__}"):
         kind()
 
