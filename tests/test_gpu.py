@@ -173,6 +173,19 @@ def test_batches_without_a_loss_are_left_out_under_a_scaler(skipped: list[int]) 
     on_gpu(precision="16-mixed", gradient_clip_val=1.0).fit(Skips(), loader())
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS])
+def test_an_optimizer_that_has_stepped_goes_on_in_another_fit(make: Any) -> None:
+    whole, halves = Classifier(), Classifier()
+    halves.load_state_dict(whole.state_dict())
+    for module, epochs in ((whole, [2]), (halves, [1, 1])):
+        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make(module.parameters(), lr=0.01, **options)
+        module.configure_optimizers = lambda optimizer=optimizer: optimizer  # type: ignore[method-assign]
+        for count in epochs:
+            on_gpu(max_epochs=count).fit(module, loader())
+    assert same_weights(whole, halves)
+
+
 def test_a_value_logged_from_the_cpu_first_and_from_the_device_then() -> None:
     class Logs(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

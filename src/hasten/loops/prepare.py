@@ -17,6 +17,7 @@ from hasten._lib.errors import MisconfigurationException, WrongType, add_note, m
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_deprecation, rank_zero_info, warn_once
+from hasten._lib.tree import move_to
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
 from hasten.checkpoint.contents import Phase, check_entries, for_hooks, from_hooks
@@ -473,6 +474,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
     """Make optimizers fused, or step in backward, as the arguments say; return them."""
     fused = run.arguments.speed.fused_optimizer
     for optimizer in optimizers:
+        _move_state(optimizer)
         if fused is not None:
             _fuse(run, optimizer, fused)
         run.runtime.engine.check_optimizer(optimizer, "Trainer")
@@ -481,6 +483,23 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
             check_in_backward(run, optimizer)
             optimizer.start()
     return optimizers
+
+
+def _move_state(optimizer: Any) -> None:
+    """Move the state of an optimizer that has stepped to its parameters; an earlier run left it on the CPU."""
+    states = getattr(optimizer, "state", None)
+    if not states or not isinstance(states, dict):
+        return
+    for group in optimizer.param_groups:
+        # As where torch loads a state: steps are counted on the CPU, unless they are computed by one kernel or graph.
+        counts_there = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = states.get(parameter)
+            if isinstance(state, dict):
+                moved = {name: value for name, value in state.items() if counts_there or name != "step"}
+                state.update(move_to(moved, parameter.device))
+            elif state is not None:
+                states[parameter] = move_to(state, parameter.device)
 
 
 def _fuse(run: Run, optimizer: Any, fused: bool) -> None:

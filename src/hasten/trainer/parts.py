@@ -199,8 +199,9 @@ def to_host(run: Run, *, failed: bool) -> None:
             return
         run.wrapped = run.module
         for optimizer in run.optimizers:
-            for parameter, state in list(optimizer.state.items()):
-                optimizer.state[parameter] = move_to(state, "cpu")
+            states = getattr(optimizer, "state", {})  # An optimizer that is none of torch's may have none.
+            for parameter, state in list(states.items()):
+                states[parameter] = move_to(state, "cpu")
 
 
 def given_or_assigned(trainer: Trainer, fn: TrainerFn, ckpt_path: PathLike | None) -> PathLike | None:
