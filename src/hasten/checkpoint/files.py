@@ -58,7 +58,7 @@ from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import objects
 from hasten.checkpoint.places import NO_COPIES, Copies, LocalPlace, Place, RemotePlace
-from hasten.checkpoint.stored import CONTENTS_FILE, INSTEAD_OF_DAMAGED, Folder, is_checkpoint_folder
+from hasten.checkpoint.stored import CONTENTS_FILE, INSTEAD_OF_DAMAGED, Folder, differs, is_checkpoint_folder
 from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
@@ -916,16 +916,11 @@ def _check_records(file: IO[bytes], path: str | os.PathLike[str], records: list[
     except _NOT_AN_ARCHIVE as error:
         raise _cut_off(path, file.seek(0, os.SEEK_END), error) from None
     if damaged is not None:
-        raise _differs(path, damaged)
+        raise differs(path, damaged)
 
 
 def _cut_off(path: str | os.PathLike[str], size: int, error: Exception) -> CheckpointDamaged:
     what = f"{path} is damaged or cut off at {size} bytes: {first_line(error).rstrip('.')}."
-    return CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
-
-
-def _differs(path: str | os.PathLike[str], damaged: str) -> CheckpointDamaged:
-    what = f"{path} is damaged: {damaged} differs from what was written, by its checksum."
     return CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
 
 
@@ -956,7 +951,7 @@ def _check_all_but_large_records(file: IO[bytes], path: str | os.PathLike[str]) 
     except _NOT_AN_ARCHIVE as error:
         raise _cut_off(path, size, error) from None
     if damaged is not None:
-        raise _differs(path, damaged)
+        raise differs(path, damaged)
     return large
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hasten._lib.errors import CheckpointDamaged, make_error
+from hasten._lib.errors import make_error
 from hasten._lib.files import (
     TEMPORARY,
     in_the_way,
@@ -43,7 +43,7 @@ from hasten._lib.tree import is_sharded, map_tensors, rebuilt
 from hasten.checkpoint import tensor_files
 from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
-from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, INSTEAD_OF_DAMAGED, SHARDS, is_checkpoint_folder, missing
+from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, differs, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined, lost_partner
 
 if TYPE_CHECKING:
@@ -218,8 +218,7 @@ def copy(source: Place, stored: dict[str, Any], target: _Target) -> None:
         for name, (size, checksum) in stored["files"].items():
             found = _copy_file(source, place, name)
             if found != (size, checksum):
-                what = f"{source} is damaged: {name} differs from what was written, by its checksum."
-                raise CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
+                raise differs(source, name)
         place.sync()
         target.commit(prepared, stored)
     finally:

@@ -41,6 +41,12 @@ def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
     return CONTENTS_FILE in names or INDEX_FILE in names or any(name.endswith(SHARD_ENDING) for name in names)
 
 
+def differs(where: Place | str | os.PathLike[str], part: str) -> CheckpointDamaged:
+    """Return the error for a part of a checkpoint whose checksum is not that of what was written."""
+    what = f"{where} is damaged: {part} differs from what was written, by its checksum."
+    return CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
+
+
 class Folder:
     """A checkpoint folder.
 
@@ -123,8 +129,7 @@ class Folder:
         if name in self._checked:
             return
         if name not in self._sums or checksum_of(self._shards, name) != self._sums[name][1]:
-            what = f"{self.place} is damaged: {name} differs from what was written, by its checksum."
-            raise CheckpointDamaged(what, fix=INSTEAD_OF_DAMAGED)
+            raise differs(self.place, name)
         self._checked.add(name)
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
