@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Have the processes that run tests beside each other use one fork server, before they are started."""
+    """Start one fork server, which the test processes share, before they start."""
     if sys.platform == "linux" and session.config.getoption("numprocesses", None):
         from tests.programs import share_fork_server
 
@@ -103,7 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
-    """In a process of many that run tests, have the fork server be a copy of it: it has imported most of that."""
+    """In one of several test processes, make its fork server a copy of it, which has imported the tests already."""
     if sys.platform == "linux" and hasattr(session.config, "workerinput"):
         from tests.forked import copy_as_fork_server
 

@@ -253,7 +253,7 @@ _LOGGERS = {
 
 
 def _logger_to_write(given: object, *, several: bool) -> str:
-    """Return what to write in place of what is no logger, or is in a list; "" if that is not known."""
+    """Return a hint for a value that is not a logger, or that a list must not contain; "" if there is none."""
     if isinstance(given, str):
         near = nearest(given, _LOGGERS)
         if near is not None:

@@ -525,9 +525,9 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     kind = type(owner)
     if name in _OF_LIGHTNING_MODULES:
         return _OF_LIGHTNING_MODULES[name]
-    # Classes have many names of bases, and a name of the program's own is soon a little like one of them.
-    if near_of_bases := get_close_matches(name, [each for each in dir(kind) if not each.startswith("_")], 1, 0.85):
-        return f"Did you mean {near_of_bases[0]!r}?"
+    # A class inherits many names, and one of the program's own easily resembles one of them: only close matches count.
+    if inherited := get_close_matches(name, [each for each in dir(kind) if not each.startswith("_")], 1, 0.85):
+        return f"Did you mean {inherited[0]!r}?"
     if name.startswith("_") or package_of(kind) in {"torch", *ROOTS}:
         return ""
     return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."

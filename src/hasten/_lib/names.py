@@ -465,7 +465,7 @@ class Elsewhere:
 def explain_absent_names(cls: _Class) -> _Class:
     """Have reads of names that a class lacks say what to write: those of other libraries, and those misspelt.
 
-    As a decorator. Type checkers see neither, so that they still refuse such names.
+    Use it as a class decorator. Type checkers see neither kind, and still report such names.
     """
     for name, fix in _METHODS_ELSEWHERE[cls.__name__].items():
         setattr(cls, name, Elsewhere(name, fix))
@@ -478,7 +478,7 @@ def _refuse_absent(instance: object, name: str) -> Any:
     """Raise the error for an attribute that an object lacks, which names the nearest one."""
     kind: Any = type(instance)
     if inspect.getattr_static(kind, name, None) is not None:
-        # A property or an ``Elsewhere`` has raised an AttributeError of its own: raise that.
+        # The class has this name, but reading it failed, as in a property: read it again for its own error.
         return object.__getattribute__(instance, name)
     what = f"{kind.__name__!r} object has no attribute {name!r}"
     near = None if name.startswith("_") else _nearest_attribute(kind, name)
@@ -490,7 +490,7 @@ def _refuse_absent(instance: object, name: str) -> Any:
 
 @functools.lru_cache(256)
 def _nearest_attribute(kind: type, name: str) -> str | None:
-    # Kept, because a program may ask hasattr(trainer, name) in every step, and the search takes a millisecond.
+    # Cached: a program may call hasattr(trainer, name) in every step, and the search takes a millisecond.
     present = (each for each in dir(kind) if not isinstance(inspect.getattr_static(kind, each), Elsewhere))
     return nearest(name, [each for each in present if not each.startswith("_")])
 

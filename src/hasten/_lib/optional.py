@@ -104,7 +104,7 @@ def installed(name: str) -> bool:
 def need(name: str, *, purpose: str) -> ModuleType:
     """Import and return a module; if it is not installed, raise an error with the line that installs it."""
     top = name.split(".")[0]
-    # Modules of rich draw numbers when they are imported, which a seeded program would miss.
+    # Importing rich draws random numbers, which would change those of a seeded program.
     random_state = random.getstate()
     try:
         if top in hidden:

@@ -491,12 +491,12 @@ def _move_state(optimizer: Any) -> None:
     if not states or not isinstance(states, dict):
         return
     for group in optimizer.param_groups:
-        # As where torch loads a state: steps are counted on the CPU, unless they are computed by one kernel or graph.
-        counts_there = group.get("fused") or group.get("capturable")
+        # As torch does when it loads a state: the count of steps stays on the CPU unless one of these is set.
+        moves_step = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = states.get(parameter)
             if isinstance(state, dict):
-                moved = {name: value for name, value in state.items() if counts_there or name != "step"}
+                moved = {name: value for name, value in state.items() if moves_step or name != "step"}
                 state.update(move_to(moved, parameter.device))
             elif state is not None:
                 states[parameter] = move_to(state, parameter.device)

@@ -469,7 +469,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, *, 
 
 
 def _why_no_best(trainer: Trainer) -> tuple[str, str]:
-    """Return why there is no best checkpoint, and what to write."""
+    """Return the reason why no best checkpoint exists, and the fix."""
     callback = trainer.checkpoint_callback
     if trainer.fast_dev_run:
         return "fast_dev_run saves no checkpoints", "Pass a path, or leave fast_dev_run out."

@@ -792,7 +792,7 @@ class StepEngine(StrategyPart):
     def _with_mean_loss(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step whose closure returns the mean loss of all processes, as its gradients are means.
 
-        By the loss LBFGS decides how far to go and whether to compute again, which all processes must do alike.
+        LBFGS decides by the loss how far to step and whether to evaluate again. All processes must decide alike.
         """
 
         def step_with_mean(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

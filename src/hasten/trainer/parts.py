@@ -329,7 +329,7 @@ def import_results(self: Trainer, results: dict[str, Any]) -> None:
     """Restore what ``export_results`` returned in the first copy."""
     assert self._module is not None
     self._progress.load_state_dict(results["progress"])
-    # The copies have them, and the results are in their order.
+    # The copies added them, and the results are in that order.
     _add_configured(self, self._module, self._datamodule)
     for callback, (state, paths) in zip(self._callbacks, results["callbacks"], strict=False):
         callback.load_state_dict(state)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Logger(base.Logger, metaclass=Facade):
-    """The Trainer's: under Fabric's names is the class behind it, so that programs may derive a class from both."""
+    """The Trainer's base class. Fabric's is the class behind it, so that a program can derive from both."""
 
 
 class CometLogger(comet.CometLogger, metaclass=Facade):

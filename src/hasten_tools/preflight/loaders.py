@@ -203,7 +203,7 @@ def _check_workers(name: str, loader: DataLoader[Any], rows: Rows) -> bool:
     if starts != "fork":
         culprit = unpicklable(loader.dataset, type(loader.dataset).__name__)
         for part in ("collate_fn", "worker_init_fn", *(["batch_sampler"] if is_iterable(loader) else [])):
-            # Not by its truth, for which Python asks the length of a sampler: that of a stream has none.
+            # Compared with None: bool() of a sampler asks for its length, and the sampler of a stream has none.
             if culprit is None and (value := getattr(loader, part)) is not None:
                 culprit = unpicklable(value, part)
         if culprit is not None:

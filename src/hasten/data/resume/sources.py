@@ -236,7 +236,7 @@ class InProcessSource(_DataLoaderSource):
         if self._replays:
             return self._replayed()
         if "sampler" not in self._stateful and (self._is_iterable or not self.keeps_indices):
-            # Those of the epoch before, if it was resumed, are not of this one.
+            # The indices of a resumed epoch do not belong to the next one.
             self.indices = None
             return iter(self._loader)
         return iter(self._with_indices(keep=4))

@@ -140,7 +140,7 @@ class SeedByRank:
     def __call__(self, worker_id: int) -> None:
         if self.rank:
             seed_from(f"{torch.initial_seed()} rank {self.rank}")
-            # GPUs, too, on which a worker may draw.
+            # A worker may also draw on GPUs.
             torch.manual_seed(torch.initial_seed())
         if self.user_function is not None:
             self.user_function(worker_id)
