@@ -24,6 +24,7 @@ import textwrap
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,25 @@ class Source:
 def read_sources(root: Path = ROOT) -> list[Source]:
     """Return the files of all packages in ``root/src``, those of the core first."""
     found = []
-    for package in sorted((root / "src").glob("hasten*/")):
-        base = package if package.name == "hasten" else package.parent
-        for path in sorted(package.rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            found.append(Source(path.relative_to(base), text, ast.parse(text), package.name))
+    with _collector_off():
+        for package in sorted((root / "src").glob("hasten*/")):
+            base = package if package.name == "hasten" else package.parent
+            for path in sorted(package.rglob("*.py")):
+                text = path.read_text(encoding="utf-8")
+                found.append(Source(path.relative_to(base), text, ast.parse(text), package.name))
     return found
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keep the garbage collector from looking for garbage among nodes that all stay: 3 s of the 4 s of reading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 # Lines

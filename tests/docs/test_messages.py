@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hasten._lib.explain import remedy_for
-from tests.rules.trees import parsed
+from tests.rules.trees import nodes
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def messages() -> str:
     """
     texts = []
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if (text := text_of(node)) is not None:
                 texts.append(text)
             if isinstance(node, ast.Call):

@@ -13,7 +13,7 @@ from pathlib import Path
 from hasten.elsewhere import conventions
 from hasten.elsewhere.conventions import HASTEN, Conventions
 from hasten_lightning.conventions import LIGHTNING
-from tests.rules.trees import parsed
+from tests.rules.trees import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "differences.md"
@@ -40,14 +40,13 @@ def test_there_are_few_decisions_and_the_two_sides_differ_in_each() -> None:
 def test_each_decision_is_read_somewhere_and_nothing_asks_which_side_it_is() -> None:
     read: set[str] = set()
     asks: list[str] = []
-    for path in (ROOT / "src").rglob("*.py"):
-        tree = parsed(path.read_text(encoding="utf-8"))
-        read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        own = path.name == "conventions.py" or "hasten_lightning" in path.parts
+    for source in sources():
+        attributes = {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
+        names = attributes | {node.id for node in source.nodes if isinstance(node, ast.Name)}
+        read |= attributes
+        own = source.path.name == "conventions.py" or source.root == "hasten_lightning"
         if not own and names & {"HASTEN", "LIGHTNING"}:
-            asks.append(path.name)
+            asks.append(source.path.name)
     assert {each.name for each in fields(Conventions)} <= read
     # The advisor starts the program once more under the same names.
     assert asks == ["auto.py"]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.programs import load_script
+from tests.rules import trees
+from tests.rules.trees import crossings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,12 +34,9 @@ AT_MOST = {
 }
 
 
-crossings = load_script("crossings")
-
-
-@pytest.fixture(scope="module")
-def sources() -> Any:
-    return crossings.read_sources(ROOT)
+@pytest.fixture
+def sources() -> list[Any]:
+    return trees.sources()
 
 
 def test_every_measure_has_a_limit() -> None:

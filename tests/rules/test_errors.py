@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.rules.trees import parsed
+from tests.rules.trees import nodes
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 # Messages of two sentences without a fix: the second one is a fact. This number may only fall.
@@ -32,7 +32,7 @@ def text_of(node: ast.expr) -> str:
 
 def without_fix(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each message of two sentences that is made without ``fix=``."""
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if not isinstance(node, ast.Call) or any(option.arg == "fix" for option in node.keywords):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rules.trees import parsed
+from tests.rules.trees import nodes, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
@@ -155,7 +155,7 @@ def private_imports(module: str) -> list[str]:
     """Return the private names and modules of other roots that a module imports."""
     root = module.partition(".")[0]
     found = []
-    for node in ast.walk(parsed(MODULES[module].read_text(encoding="utf-8"))):
+    for node in nodes(MODULES[module].read_text(encoding="utf-8")):
         if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in ROOTS - {root}:
             continue
         names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]

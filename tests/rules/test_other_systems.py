@@ -25,7 +25,7 @@ from hasten.record import file as record
 from hasten_tools.speed.trial_processes import TrialStarter
 from tests.models import Classifier, loader, quiet
 from tests.refusals import refused
-from tests.rules.trees import parsed
+from tests.rules.trees import nodes, parsed
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 # Windows has none of them; https://docs.python.org/3/library/unix.html
@@ -37,16 +37,16 @@ def test_modules_that_windows_lacks_are_imported_where_they_are_used_and_text_is
     found = [
         f"{path.relative_to(SOURCES)}:{line}: {what}"
         for path in SOURCES.rglob("*.py")
-        for line, what in _unix_alone(parsed(path.read_text(encoding="utf-8")))
+        for line, what in _unix_alone(path.read_text(encoding="utf-8"))
     ]
     assert found == []
 
 
-def _unix_alone(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in tree.body:
+def _unix_alone(source: str) -> Iterator[tuple[int, str]]:
+    for node in parsed(source).body:
         if isinstance(node, ast.Import) and (names := UNIX_ALONE & {each.name for each in node.names}):
             yield node.lineno, f"import {', '.join(names)}"
-    for node in ast.walk(tree):
+    for node in nodes(source):
         match node:
             case ast.Call(ast.Name("open"), args):
                 mode = args[1] if len(args) > 1 else ast.Constant("r")

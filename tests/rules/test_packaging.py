@@ -13,7 +13,7 @@ import yaml
 import hasten
 from hasten._lib.optional import _PACKAGES, EXTRAS
 from tests.programs import load_script
-from tests.rules.trees import parsed
+from tests.rules.trees import nodes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -38,7 +38,7 @@ def test_every_package_that_is_needed_is_in_an_extra_or_documented() -> None:
     for module, extra in EXTRAS.items():
         assert _plain(_PACKAGES.get(module, module)) in extras[extra], (module, extra)
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "need"
             if not called or not isinstance(node.args[0], ast.Constant):
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.programs import load_script
+from tests.rules import trees
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,10 +32,9 @@ WALKS = {"batch": 5, "logged value": 3, "save": 8, "restore": 8, "Fabric.setup":
 structure = load_script("structure")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sources() -> list[Any]:
-    found: list[Any] = structure.read_sources(ROOT)
-    return found
+    return trees.sources()
 
 
 def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
