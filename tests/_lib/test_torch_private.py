@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.programs import ROOT, fork_python
+from tests.rules.trees import nodes
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import lr_scheduler
@@ -40,7 +41,7 @@ def private_names_of_torch(path: Path) -> list[str]:
         if private and not name.startswith(operators):
             found.append(f"{path.name}:{getattr(node, 'lineno', 0)} {name}")
 
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
                 note(node, f"{node.module}.{alias.name}")
@@ -48,11 +49,17 @@ def private_names_of_torch(path: Path) -> list[str]:
             for alias in node.names:
                 if alias.name.startswith("torch."):
                     note(node, alias.name)
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and _begins_with_torch(node):
             name = ast.unparse(node)
-            if name.startswith("torch.") and name.replace(".", "").replace("_", "").isalnum():
+            if name.replace(".", "").replace("_", "").isalnum():
                 note(node, name)
     return found
+
+
+def _begins_with_torch(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "torch"
 
 
 def test_no_other_file_uses_private_names_of_torch() -> None:
