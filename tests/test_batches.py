@@ -266,14 +266,18 @@ ITERABLE: list[tuple[type[Stream], dict[str, Any], Any]] = [
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
         (float("inf"), [float("inf")], 10, [0, 3, 6, 9]),
     ),
-    (Stream, {"limit_train_batches": 0.5}, r"limit_train_batches=0\.5\): a share needs a loader with a length, and"),
-    (Stream, {"limit_val_batches": 0.5}, r"limit_val_batches=0\.5\).*Give a number of batches instead"),
+    (
+        Stream,
+        {"limit_train_batches": 0.5},
+        r"limit_train_batches\)` must be `1\.0` or an int, not 0\.5: a share needs a loader",
+    ),
+    (Stream, {"limit_val_batches": 0.5}, r"limit_val_batches\)`.*not 0\.5: .*Give a number of batches instead"),
     (
         Stream,
         {"val_check_interval": 0.5},
-        r"val_check_interval=0\.5\): a share of an epoch needs.*val_check_interval=1000",
+        r"must be `1\.0` or an int, not 0\.5: a share of an epoch needs.*val_check_interval=1000",
     ),
-    (Stream, {"overfit_batches": 0.5}, r"Trainer\(overfit_batches=0\.5\): a share"),
+    (Stream, {"overfit_batches": 0.5}, r"Trainer\(overfit_batches\)` must be .*not 0\.5: a share"),
     (SizedStream, {}, (5, [3], 10, [0, 5, 10])),
     (SizedStream, {"limit_train_batches": 0.5}, (2, [3], 4, [0, 2, 4])),
     (SizedStream, {"val_check_interval": 0.5}, (5, [3], 10, [0, 2, 4, 7, 9])),
@@ -312,7 +316,7 @@ def test_the_loader_that_is_wrong_is_named_by_its_place() -> None:
 
 
 def test_an_interval_longer_than_an_epoch_is_refused_where_that_is_known() -> None:
-    message = r"val_check_interval=4\): an epoch has 3 batches\. Use at most 3, or check_val_every_n_epoch=None"
+    message = r"`val_check_interval` \(4\) must .* batches \(3\)\. Use at most 3, or check_val_every_n_epoch=None"
     with pytest.raises(ValueError, match=message):
         quiet(val_check_interval=4).fit(Classifier(), loader(12), loader(4))
     for arguments, train, steps in (

@@ -300,13 +300,13 @@ def test_validation_data_without_a_step_is_told() -> None:
         validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
 
     trainer = quiet()
-    with warned(UserWarning, says=("NoValidation", "validation_step()")):
+    with warned(UserWarning, says=("NoValidation", "have no `validation_step`")):
         trainer.fit(NoValidation(), loader(8), loader(8))
     assert not trainer.enable_validation
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet().fit(NoValidation(), loader(8))
-    with refused(ValueError, says=("Trainer.validate()", "NoValidation", "validation_step()")):
+    with refused(ValueError, says=("Trainer.validate", "NoValidation", "validation_step()")):
         trainer.validate(NoValidation(), loader(8))
 
 

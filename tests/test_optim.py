@@ -207,13 +207,13 @@ def test_reduce_on_plateau(config: Any, val: Any, arguments: Any, expected: list
         return
     with refused(ValueError, "monitor", fix="self.log('val_value', ...)", says="'train_value'") as e:
         rates(plateau(**config), val=val, **arguments)
-    assert "Logged so far: ['train_value']." in str(e.value)
+    assert "Available metrics are: ['train_value']." in str(e.value)
     assert "Did you mean" not in str(e.value)  # It is of another stage.
     assert "interval and frequency" in str(e.value)
 
 
 def test_a_value_that_is_absent_is_a_warning_where_asked() -> None:
-    with warned(RuntimeWarning, says="monitor='nothing'"):
+    with warned(RuntimeWarning, says="conditioned on metric nothing"):
         assert rates(plateau(monitor="nothing", strict=False)) == ALWAYS
 
 

@@ -521,11 +521,12 @@ def _explain_ones(values: Mapping[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:
             continue
         if name == "val_check_interval":
-            when = "after every batch" if isinstance(value, int) else "at the end of each training epoch"
+            when = "after every batch" if isinstance(value, int) else "at the end of the training epoch"
             rank_zero_info(f"`Trainer({name}={value})` was configured so validation will run {when}.")
         else:
             share = "1 batch" if isinstance(value, int) else "100% of the batches"
-            rank_zero_info(f"`Trainer({name}={value})` was configured so {share} per epoch will be used.")
+            period = " per epoch" if name == "limit_train_batches" else ""
+            rank_zero_info(f"`Trainer({name}={value})` was configured so {share}{period} will be used.")
 
 
 def _switch_off(given: dict[str, Any]) -> None:
@@ -544,7 +545,10 @@ def _switch_off(given: dict[str, Any]) -> None:
 def _use_few_batches(values: dict[str, Any]) -> None:
     """Apply ``fast_dev_run``."""
     batches = values["fast_dev_run"]
-    rank_zero_info(f"fast_dev_run: {batches} batch(es) of each stage, no logger, no checkpoint.")
+    rank_zero_info(
+        f"Running in `fast_dev_run` mode: will run the requested loop using {batches} batch(es). Logging and "
+        "checkpointing is suppressed."
+    )
     values.update(dict.fromkeys((name for name in values if name.startswith("limit_")), batches))
     values.update(
         max_epochs=1, max_steps=batches, min_epochs=None, min_steps=None, num_sanity_val_steps=0,

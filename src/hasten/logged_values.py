@@ -906,14 +906,14 @@ def _check_place(row: Hook, name: object, where: str, options: LogOptions) -> No
     """Raise unless a value can be logged under this name in this hook."""
     if row.log is None:
         raise MisconfigurationException(
-            f"{where}: values cannot be logged here.",
+            f"{where}: You can't `self.log()` inside {row.name if isinstance(row, _Nowhere) else f'`{row.name}`'}.",
             fix="Log them in a training, validation or test step, or in a hook such as on_train_epoch_end.",
         )
     if not isinstance(name, str):
         raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
     if options.add_dataloader_idx and "/dataloader_idx_" in name:
         raise MisconfigurationException(
-            f"{where}: the Trainer adds '/dataloader_idx_' to names itself.",
+            f"{where}: the name should not contain information about `dataloader_idx`, which the Trainer adds itself.",
             fix="Choose another name, or pass add_dataloader_idx=False.",
         )
 
@@ -929,7 +929,7 @@ def _when(row: Hook, options: LogOptions, where: str) -> tuple[bool, bool]:
         )
     if not on_step and not on_epoch:
         raise MisconfigurationException(
-            f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere.",
+            f"{where}: `self.log(on_step=False, on_epoch=False)` is not useful, the value goes nowhere.",
             fix="Set one of them.",
         )
     return on_step, on_epoch

@@ -112,6 +112,10 @@ class Trainer(trainer.Trainer, metaclass=Facade):
             self._logged.loggers = self._called_loggers()
 
     @property
+    def _detect_anomaly(self) -> bool:
+        return self._arguments.detect_anomaly
+
+    @property
     def _active_loop(self) -> Any:
         """The loop of the running stage; None outside of a call."""
         return self._logger_connector.active_loop

@@ -267,7 +267,7 @@ def test_a_late_start_unfreezes_at_once_and_reports_it(caplog: pytest.LogCapture
     with caplog.at_level("INFO"):
         trainer = fitted(Model, backbone(0, verbose=True, rounding=3))
     assert trainer.lightning_module.rates == [[0.1, 0.01]]  # type: ignore[union-attr]
-    assert "Epoch 1: learning rate 0.1, backbone 0.01" in caplog.text
+    assert "Epoch 1: Current lr: 0.1, Backbone lr: 0.01" in caplog.text
 
 
 def test_a_module_without_backbone_and_missing_methods_are_refused() -> None:

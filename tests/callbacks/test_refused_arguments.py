@@ -131,11 +131,16 @@ OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
         r"'weights'\): 'weights' is unknown. Did you mean 'weight'",
     ),
     (cb.ModelPruning, {"pruning_fn": prune.L1Unstructured(1)}, ValueError, "the class, not an instance"),
-    (cb.ModelPruning, {"pruning_fn": prune.LnStructured}, ValueError, "ranks one parameter at a time"),
+    (
+        cb.ModelPruning,
+        {"pruning_fn": prune.LnStructured},
+        ValueError,
+        'Only the "unstructured" PRUNING_TYPE is supported',
+    ),
     *(
         (cb.ModelPruning, {"pruning_fn": fn, "use_global_unstructured": False, **options}, ValueError, message)
         for fn, options, message in (
-            (prune.L1Unstructured, {}, "a class needs use_global"),
+            (prune.L1Unstructured, {}, "only supported with `use_global_unstructured=True`"),
             ("random_structured", {}, "pruning_dim"),
             ("ln_structured", {"pruning_dim": 0}, "pruning_norm"),
         )

@@ -531,7 +531,7 @@ class Untrained(Normalized):
     [
         ({"optimizers_made": 2, "automatic": False}, (0.1,), {}, "2"),
         ({"schedulers_made": 2}, (0.1,), {}, "2"),
-        ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, "Trainer(max_epochs="),
+        ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, "`max_epochs=-1`"),
         ({}, (0.1, 4), {"max_epochs": 3}, "swa_epoch_start=4"),
         ({}, ([0.1, 0.2],), {}, "1"),
         ({"automatic": False}, (0.1,), {}, "training_step"),

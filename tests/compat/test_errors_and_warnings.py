@@ -103,3 +103,134 @@ def test_the_first_epoch_is_checked_where_it_is_shorter_than_the_interval_of_log
 
     with warned(UserWarning, says=("learning rate of SGD is 0",)), warned(UserWarning, says="log_every_n_steps=50"):
         pl.Trainer(**{**QUIETLY, "logger": pl.loggers.CSVLogger(tmp_path), "limit_train_batches": 3}).fit(AtRest())
+
+
+def test_errors_say_what_programs_for_lightning_compare() -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch import callbacks
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
+    from lightning.pytorch.tuner import Tuner
+
+    def trainer(*given: Any, **arguments: Any) -> pl.Trainer:
+        return pl.Trainer(**{**QUIETLY, "limit_val_batches": 1, "callbacks": list(given), **arguments})
+
+    class NoSteps(BoringModel):
+        training_step = pl.LightningModule.training_step
+
+    class NoForward(pl.LightningModule):
+        pass
+
+    class Logs(BoringModel):
+        def on_fit_start(self) -> None:
+            self.log("loss", 1.0)
+
+    class Outputs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"value": 1}
+
+    class Index(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            pass
+
+    old = BoringModel()
+    old.training_epoch_end = print
+    loader = BoringModel().train_dataloader()
+    said: list[tuple[str, Callable[[], object]]] = [
+        ("No `training_step()` method defined", lambda: trainer().fit(NoSteps())),
+        (
+            "No `test_step()` method defined to run `Trainer.test`",
+            lambda: trainer().test(NoForward(), loader),
+        ),
+        ("`Trainer.predict` requires `forward` method to run", lambda: trainer().predict(NoForward(), loader)),
+        ("Support for `training_epoch_end` has been removed in v2.0.0", lambda: trainer().fit(old)),
+        ("You cannot pass", lambda: trainer().fit(BoringModel(), loader, datamodule=BoringDataModule())),
+        (
+            "You cannot pass both `trainer.test(dataloaders=..., datamodule=...)`",
+            lambda: trainer().test(BoringModel(), loader, datamodule=BoringDataModule()),
+        ),
+        ("when it hasn't been passed in a previous run", lambda: trainer().validate()),
+        (
+            "Automatic gradient clipping is not supported for manual optimization",
+            lambda: trainer(gradient_clip_val=1.0).fit(ManualOptimBoringModel()),
+        ),
+        ("You can't `self.log()` inside `on_fit_start`", lambda: trainer().fit(Logs())),
+        ("the 'loss' key needs to be present", lambda: trainer().fit(Outputs())),
+        (
+            "You provided only a single `val_dataloader`, but have included `dataloader_idx`",
+            lambda: trainer().validate(Index()),
+        ),
+        (
+            "You provided multiple `val_dataloader`, but no `dataloader_idx` argument",
+            lambda: trainer().validate(BoringModel(), [loader, loader]),
+        ),
+        (
+            "`val_check_interval` (9) must be less than or equal to the number of the training batches (1)",
+            lambda: trainer(val_check_interval=9).fit(BoringModel()),
+        ),
+        (
+            "You requested to check 0.001 of the `train_dataloader` but 0.001 * 64 < 1",
+            lambda: trainer(limit_train_batches=0.001).fit(BoringModel()),
+        ),
+        (
+            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint`",
+            lambda: trainer(callbacks.ModelCheckpoint()),
+        ),
+        (
+            "Early stopping conditioned on metric `loss` which is not available",
+            lambda: trainer(callbacks.EarlyStopping("loss")).fit(BoringModel()),
+        ),
+        (
+            "`ModelCheckpoint(monitor='loss')` could not find the monitored key in the returned metrics",
+            lambda: trainer(callbacks.ModelCheckpoint(monitor="loss"), enable_checkpointing=True).fit(BoringModel()),
+        ),
+        (
+            "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger",
+            lambda: trainer(callbacks.LearningRateMonitor()).fit(BoringModel()),
+        ),
+        (
+            "You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`",
+            lambda: trainer(callbacks.GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2).fit(
+                BoringModel()
+            ),
+        ),
+        (
+            "method='fit' is the only valid configuration to run lr finder",
+            lambda: Tuner(trainer()).lr_find(BoringModel(), method="test"),
+        ),
+        (
+            "Field size not found in `model`, `datamodule`, nor their `hparams` attributes",
+            lambda: Tuner(trainer()).scale_batch_size(BoringModel(), batch_arg_name="size"),
+        ),
+    ]
+    for words, call in said:
+        with pytest.raises((ValueError, TypeError, RuntimeError, NotImplementedError)) as caught:
+            call()
+        assert words in str(caught.value)
+
+
+def test_callbacks_of_the_module_that_take_the_place_of_others_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import Timer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Configures(BoringModel):
+        def configure_callbacks(self) -> Timer:
+            return Timer()
+
+    trainer = pl.Trainer(**QUIETLY, callbacks=[Timer()])
+    trainer.fit(Configures())
+    assert "will override existing callbacks passed to Trainer: Timer" in caplog.text
+    assert trainer._detect_anomaly is False
+
+
+def test_averaging_that_a_checkpoint_does_not_have_is_a_warning(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import WeightAveraging
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    first = pl.Trainer(**QUIETLY)
+    first.fit(BoringModel())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    second = pl.Trainer(**{**QUIETLY, "max_epochs": 2}, callbacks=[WeightAveraging()])
+    with warned(UserWarning, says="The checkpoint was not created with WeightAveraging"):
+        second.fit(BoringModel(), ckpt_path=tmp_path / "first.ckpt")

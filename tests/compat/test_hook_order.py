@@ -395,5 +395,5 @@ def test_hooks_in_which_nothing_can_be_logged(hook: str) -> None:
     }
     model = type("Model", (WithData,), {hook: log, **optimizers})()
     run = quiet().test if "test" in hook else quiet().fit
-    with refused(MisconfigurationException, says="cannot be logged here"):
+    with refused(MisconfigurationException, says="You can't `self.log()` inside"):
         run(model, loader(4))

@@ -137,7 +137,7 @@ def test_hooks_of_callbacks_called_with_a_mock_trainer() -> None:
 
     for optimizers, schedulers in (([1, 2], []), ([1], [1, 2])):
         several = Mock(max_epochs=4, optimizers=optimizers, lr_scheduler_configs=schedulers)
-        with refused(MisconfigurationException, says="it works with one"):
+        with refused(MisconfigurationException, says="configure_optimizers() gives 2"):
             StochasticWeightAveraging(0.1).on_fit_start(several, nn.Linear(1, 1))
 
     spikes = SpikeDetection(exclude_batches_path="spikes")

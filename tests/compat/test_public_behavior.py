@@ -186,7 +186,7 @@ def test_an_interval_of_validation_says_nothing_where_validation_is_off(interval
     run = trainer(val_check_interval=interval, limit_val_batches=0)
     run.fit(model_with())
     assert run.global_step == 2
-    with refused(ValueError, "val_check_interval", says="val_check_interval=100"):
+    with refused(ValueError, "val_check_interval", says="`val_check_interval` (100)"):
         trainer(val_check_interval=100).fit(model_with())
 
 

@@ -62,8 +62,8 @@ def test_advice_about_loaders_has_the_type_that_programs_silence(monkeypatch: py
     with pytest.warns(PossibleUserWarning) as record:
         quiet().validate(Classifier(), shuffled)
     texts = "\n".join(str(one.message) for one in record if one.category is PossibleUserWarning)
-    assert "val_dataloader does not have many workers" in texts
-    assert "val_dataloader has shuffling enabled" in texts
+    assert "'val_dataloader' does not have many workers" in texts
+    assert "Your `val_dataloader`'s sampler has shuffling enabled" in texts
     with warned(PossibleUserWarning, says="shuffling") as record:
         quiet().predict(Classifier(), shuffled)
     assert sum("shuffling" in str(one.message) for one in record) == 1
@@ -264,10 +264,10 @@ def test_a_step_that_fetches_its_batches_is_a_possible_oversight() -> None:
             next(dataloader_iter)
 
     trainer = quiet()
-    with warned(PossibleUserWarning, says="training_step takes `dataloader_iter`"):
+    with warned(PossibleUserWarning, says=("Found `dataloader_iter` argument in the", "training_step")):
         trainer.fit(Fetches(), loader(8))
     assert trainer.global_step == 2
-    with warned(PossibleUserWarning, says="validation_step takes `dataloader_iter`"):
+    with warned(PossibleUserWarning, says=("Found `dataloader_iter` argument in the", "validation_step")):
         trainer.validate(Fetches(), loader(8))
 
 

@@ -107,8 +107,8 @@ def test_autoencoder_with_a_command_line(run: Callable[..., str], tmp_path: Path
 
 def test_finetuning(run: Callable[..., str]) -> None:
     printed = run("finetuning.py")
-    assert re.search(r"Epoch 3: learning rate 0.003, backbone 0.0003", printed)
-    assert re.search(r"Epoch 4: learning rate 0.003, backbone 0.0006", printed)
+    assert re.search(r"Epoch 3: Current lr: 0.003, Backbone lr: 0.0003", printed)
+    assert re.search(r"Epoch 4: Current lr: 0.003, Backbone lr: 0.0006", printed)
     found = re.search(r"digits 5-9: accuracy (\S+), 2 parameter groups", printed)
     assert found is not None
     assert float(found[1]) > 0.85

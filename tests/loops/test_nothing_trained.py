@@ -211,7 +211,7 @@ def test_what_manual_optimization_forgets_is_said(model: type[Manual], says: tup
 def test_gradients_cleared_in_any_way_are_not_warned_of(clear: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*no validation data")
+        warnings.filterwarnings("ignore", message=".*have no `val_dataloader`")
         quiet(max_epochs=1).fit(Clears(clear), loader())
 
 

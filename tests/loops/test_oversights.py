@@ -153,7 +153,7 @@ def test_a_validation_step_without_data_is_said_and_either_line_ends_it() -> Non
     class Other(Classifier): ...
 
     (text,) = said(lambda: quiet(max_epochs=2).fit(Validated(), loader()))
-    assert text.startswith("Validated has a validation_step() but there is no validation data")
+    assert text.startswith("You defined a `validation_step` but have no `val_dataloader`")
     assert "trainer.fit(model, train_dataloaders, val_dataloaders)" in text
     (text,) = said(lambda: quiet().fit(Other(), datamodule=Data()))
     assert "define val_dataloader()" in text

@@ -35,7 +35,7 @@ def test_forward_is_the_prediction_by_default() -> None:
     outputs = quiet().predict(Doubles(), [torch.ones(2), torch.zeros(2)])
     assert outputs is not None
     assert [output.tolist() for output in outputs] == [[2.0, 2.0], [0.0, 0.0]]
-    with refused(ValueError, says=("predict_step()", "forward()")):
+    with refused(ValueError, says=("predict_step()", "`forward`")):
         quiet().predict(Plain(), [torch.ones(2)])
 
 

@@ -71,7 +71,7 @@ def test_callbacks_and_datamodules() -> None:
 def test_several_loaders_need_their_index() -> None:
     model = Classifier()
     message = (
-        r"There are 2 validation loaders, and there is no `dataloader_idx` argument in `Classifier.validation_step\(\)`"
+        r"You provided multiple `val_dataloader`, but no `dataloader_idx` argument in `Classifier.validation_step\(\)`"
     )
     with pytest.raises(ValueError, match=message):
         quiet(num_sanity_val_steps=0).fit(model, loader(), [loader(8), loader(8)])

@@ -237,11 +237,11 @@ def warning(text: str, name: str, said: str, make: Callable[[], CheckReport]) ->
 
 MISTAKES = [
     # The step and its loss.
-    error("no `training_step`", "call", "Net has no training_step()",
+    error("no `training_step`", "call", "No `training_step()` method defined",
           lambda: check(net(training_step=L.LightningModule.training_step))),
     error("`training_step` returns a float", "training_step", "Do not convert it with .item()",
           lambda: check(step(lambda self, batch: self.loss(batch).item()))),
-    error("returns a dict without `loss`", "training_step", "without the key 'loss'",
+    error("returns a dict without `loss`", "training_step", "the 'loss' key needs to be present",
           lambda: check(step(lambda self, batch: {"value": self.loss(batch)}))),
     error("the loss has an element for each sample", "training_step", "Return its mean",
           lambda: check(step(lambda self, batch: self(batch[0]).sum(1)))),
@@ -319,7 +319,7 @@ MISTAKES = [
           lambda: check(ManualWithoutBackward())),
     # Optimizers and schedules.
     error("data that `resident=True` has no memory for", "resident", "are free", lambda: large_data()),
-    error("no `configure_optimizers`", "call", "has no configure_optimizers()",
+    error("no `configure_optimizers`", "call", "No `configure_optimizers()` method defined",
           lambda: check(optimizer(L.LightningModule.configure_optimizers))),
     error("`configure_optimizers` returns something else", "configure_optimizers", "Return an optimizer",
           lambda: check(optimizer(lambda self: 3))),
@@ -341,7 +341,7 @@ MISTAKES = [
     warning("`ReduceLROnPlateau` waits longer than the fit", "learning rate", "never lowers",
             lambda: check(scheduled(lambda sgd: SCHEDULERS.ReduceLROnPlateau(sgd, patience=10),
                                     monitor="train_loss"), max_epochs=5)),
-    error("a scheduler watches what nothing logs", "learning rate", "never logged",
+    error("a scheduler watches what nothing logs", "learning rate", "Available metrics are: ",
           lambda: check(scheduled(SCHEDULERS.ReduceLROnPlateau, monitor="train_los"))),
     warning("a scheduler that steps every 10 epochs of 5", "learning rate", "it never does",
             lambda: check(scheduled(lambda sgd: SCHEDULERS.ExponentialLR(sgd, 0.9), frequency=10), max_epochs=5)),
@@ -379,9 +379,9 @@ MISTAKES = [
     warning("a file name with a value that nothing logs", "monitor", "it becomes 0 in every name",
             lambda: check(Net(), enable_checkpointing=True,
                           callbacks=CALLBACKS.ModelCheckpoint(filename="{epoch}-{val_acc:.2f}"))),
-    warning("`validation_step` without data", "validation data", "there is no validation data",
+    warning("`validation_step` without data", "validation data", "have no `val_dataloader`",
             lambda: check(validated())),
-    warning("validation data without `validation_step`", "validation data", "has no validation_step()",
+    warning("validation data without `validation_step`", "validation data", "have no `validation_step`",
             lambda: check(Net(), loader(), loader(shuffle=False))),
     warning("a logging interval longer than the fit", "logging", "none gets there",
             lambda: check(Net(), logger=True, max_epochs=2)),
@@ -389,7 +389,7 @@ MISTAKES = [
             lambda: check(Net(), enable_checkpointing=True, callbacks=CALLBACKS.ModelCheckpoint(every_n_epochs=5))),
     warning("a fit that never validates", "validation", "never validates",
             lambda: check(validated(), loader(), loader(shuffle=False), check_val_every_n_epoch=5)),
-    error("`val_check_interval` longer than an epoch", "validation", "an epoch has 10 batches",
+    error("`val_check_interval` longer than an epoch", "validation", "number of the training batches (10)",
           lambda: check(validated(), loader(), loader(shuffle=False), val_check_interval=100)),
     warning("no `max_epochs`", "length", "1000 epochs", lambda: check(Net(), max_epochs=None)),
     # Data.
@@ -417,7 +417,7 @@ MISTAKES = [
     warning("test data without `test_step`", "test_step", "has no test_step()",
             lambda: check(Net(), datamodule=Data())),
     # Machine and files.
-    error("more gradients accumulated than manual optimization knows", "call", "does nothing with manual optimization",
+    error("more gradients accumulated than manual optimization knows", "call", "not supported for manual optimization",
           lambda: check(Manual(), loader(), accumulate_grad_batches=2)),
     warning("float16 on a CPU", "precision", "slower than with 32 bits", lambda: check(Net(), precision="16-true")),
     error("a folder for checkpoints that is a file", "checkpoints", "is a file",

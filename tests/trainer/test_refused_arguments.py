@@ -63,8 +63,8 @@ class Old(Classifier):
 
 
 MISSING: list[tuple[Any, str]] = [
-    (lambda t: t.fit(NoStep(), loader()), r"no training_step\(\)"),
-    (lambda t: t.fit(NoOptimizer(), loader()), r"no configure_optimizers\(\)"),
+    (lambda t: t.fit(NoStep(), loader()), r"No `training_step\(\)` method"),
+    (lambda t: t.fit(NoOptimizer(), loader()), r"No `configure_optimizers\(\)` method"),
     (lambda t: t.fit(Classifier()), "no data"),
     (lambda t: t.fit(torch.nn.Linear(1, 1), loader()), "LightningModule"),
     (lambda t: t.fit(Classifier, loader()), r"write Classifier\(\)"),
@@ -122,7 +122,7 @@ def test_removed_hooks_are_refused_by_the_calls_that_would_have_called_them() ->
 @pytest.mark.parametrize(
     ("returns", "words"),
     [
-        (lambda loss: {"los": loss}, "without the key 'loss'"),
+        (lambda loss: {"los": loss}, "the 'loss' key needs to be present"),
         (lambda loss: {"loss": loss.item()}, "must be a tensor"),
         (lambda loss: loss.detach(), "does not require grad"),
         (lambda loss: loss.repeat(3), "scalar"),

@@ -196,7 +196,7 @@ def test_data_of_unknown_length_and_other_loaders(make: Any, fits: int, size: in
         (Sized(), {"batch_arg_name": "device"}, r"Sized\.device cannot be set"),
         (Sized(), {"mode": "pow"}, r"mode='pow'.*Did you mean 'power'"),
         (Sized(), {"margin": 1.0}, r"margin=1\.0\): use a number of at least 0 and below 1"),
-        (Sized(), {"batch_arg_name": "batch_sise"}, "'batch_sise' not found.*'batch_size'"),
+        (Sized(), {"batch_arg_name": "batch_sise"}, "batch_sise not found.*'batch_size'"),
         (Sized(), {"train_dataloaders": loader()}, r"passed in cannot be changed.*self\.batch_size"),
         (Sized(), {"method": "fitt"}, "method='fitt'.*Did you mean 'fit'"),
         (Sized(), {"dataloaders": loader()}, "for fit, pass train_dataloaders"),

@@ -192,8 +192,8 @@ class Skips(Classifier):
         (Classifier(), {"min_lr": 0}, "0 < min_lr < max_lr"),
         (Classifier(), {"num_training": 0}, "at least 1"),
         (Classifier(), {"early_stop_threshold": 0.5}, "a number above 1"),
-        (Classifier(), {"method": "test"}, "only 'fit' has a learning rate"),
-        (Classifier(), {"attr_name": "rate"}, "'rate' not found"),
+        (Classifier(), {"method": "test"}, "method='fit' is the only valid"),
+        (Classifier(), {"attr_name": "rate"}, "Field rate not found"),
     ],
 )
 def test_wrong_use_is_refused(model: Any, options: dict[str, Any], message: str) -> None:

@@ -73,14 +73,13 @@ class GradientAccumulationScheduler(Callback):
         if not pl_module.automatic_optimization:
             raise make_error(
                 RuntimeError,
-                f"GradientAccumulationScheduler: {type(pl_module).__name__} uses manual optimization, which does not "
-                "accumulate automatically.",
+                "Automatic gradient accumulation and the `GradientAccumulationScheduler` is not supported for manual "
+                f"optimization, which {type(pl_module).__name__} uses.",
                 fix="Remove the callback.",
             )
         if trainer.accumulate_grad_batches != 1:
             raise MisconfigurationException(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
-                "GradientAccumulationScheduler contradict each other.",
+                "You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler` callback.",
                 fix=f"Use scheduling={{0: {trainer.accumulate_grad_batches}, ...}} alone.",
                 argument="accumulate_grad_batches",
             )

@@ -230,8 +230,8 @@ class ModelCheckpoint(Checkpoint):
         check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise MisconfigurationException(
-                f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
-                "the files.",
+                f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration. No quantity for "
+                "top_k to track.",
                 fix="Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest.",
                 argument="save_top_k",
             )
@@ -314,7 +314,7 @@ class ModelCheckpoint(Checkpoint):
             # With save_top_k=0 no files are ranked.
             if self.save_top_k and (self.monitor is not None or not self._default_folder):
                 rank_zero_warn(
-                    f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
+                    f"The dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
                     f"starts: the next file that is saved is its best, and until then {self.best_model_path!r} is.",
                     fix="Pass the same dirpath= to continue the old one.",
                 )
@@ -448,7 +448,8 @@ class ModelCheckpoint(Checkpoint):
             with self._undo_on_failure():
                 self._save_checkpoint(trainer, path)
                 self._save_last_checkpoint(trainer, candidates)
-            rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
+            kind = type(exception).__name__
+            rank_zero_info(f"{kind} was raised with message: {exception}. Saved checkpoint to {path}.")
 
     def _due_after_batch(self, trainer: Trainer) -> bool:
         if self._train_time_interval is None:
@@ -558,7 +559,9 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor not in monitor_candidates:
             if not self._source.validations and validates(trainer):
                 return  # the first validation is still to come
-            error = not_logged("ModelCheckpoint", self.monitor, trainer.callback_metrics)
+            owner = f"`ModelCheckpoint(monitor={self.monitor!r})`"
+            what = f"{owner} could not find the monitored key in the returned metrics"
+            error = not_logged(what, self.monitor, trainer.callback_metrics)
             if self._source.validations or not conventions.current().mistakes_are_warnings:
                 raise error
             warn_once(f"not logged {self.monitor}", error.what, fix=error.fix)

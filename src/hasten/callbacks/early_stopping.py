@@ -215,13 +215,13 @@ class EarlyStopping(Callback):
 
     @staticmethod
     def _in_fit(trainer: Trainer) -> bool:
-        return trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
+        return trainer.state.fn is TrainerFn.FITTING and not trainer.sanity_checking
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         if trainer.runtime.several_processes:
             trainer.sync_step_values()
         metrics = trainer.callback_metrics
-        if not self._validate_condition_metric(metrics):
+        if trainer.fast_dev_run or not self._validate_condition_metric(metrics):
             return
         self._checked_validations = self._source.validations
         # A copy on the host: the logged value may change later.
@@ -259,7 +259,8 @@ class EarlyStopping(Callback):
         """Return whether the value is there; subclasses of programs for Lightning override it."""
         if self.monitor in logs:
             return True
-        error = not_logged("EarlyStopping", self.monitor, logs)
+        what = f"Early stopping conditioned on metric `{self.monitor}` which is not available"
+        error = not_logged(what, self.monitor, logs)
         if self.strict:
             raise error
         if self.verbose:
@@ -315,12 +316,12 @@ def check_monitor(owner: str, monitor: str) -> str:
     return monitor
 
 
-def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:
-    """Return the error for a value that was not logged; it names those that were."""
+def not_logged(what: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:
+    """Return the error for a value that was not logged; after ``what`` it names those that were."""
     known = sorted(set(logged))
     listed = f"logged so far: {', '.join(map(repr, known))}" if known else "nothing has been logged so far"
     return MonitorNotLogged(
-        f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: {listed}.",
+        f"{what}: {listed}.",
         fix=(
             f"{did_you_mean_value(name, known)} Log it with self.log({name!r}, ..., on_epoch=True), or monitor another "
             "value."

@@ -139,8 +139,8 @@ class BaseFinetuning(Callback):
         new = [parameter for parameter in params if id(parameter) not in present]
         if len(new) < len(params):
             rank_zero_warn(
-                f"{len(params) - len(new)} of the parameters to unfreeze are in a group of {type(optimizer).__name__} "
-                "already and keep its learning rate.",
+                f"{len(params) - len(new)} of the parameters to unfreeze already exist within another group of this "
+                f"optimizer ({type(optimizer).__name__}), and keep its learning rate.",
                 fix=(
                     "In configure_optimizers, give the optimizer only filter(lambda p: p.requires_grad, "
                     "self.parameters())."
@@ -375,8 +375,8 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = rate
         if self.verbose:
             rank_zero_info(
-                f"Epoch {epoch + 1}: learning rate {round(head_lr, self.rounding)}, "
-                f"backbone {round(rate, self.rounding)}"
+                f"Epoch {epoch + 1}: Current lr: {round(head_lr, self.rounding)}, "
+                f"Backbone lr: {round(rate, self.rounding)}"
             )
 
     def state_dict(self) -> dict[str, Any]:

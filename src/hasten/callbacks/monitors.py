@@ -79,7 +79,8 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         if not trainer.loggers:
             raise MisconfigurationException(
-                "LearningRateMonitor: the Trainer has no logger.", fix="Leave it out, or do not pass logger=False."
+                "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.",
+                fix="Leave it out, or do not pass logger=False.",
             )
         # A run that resumes within an accumulation has the row of that step.
         self._logged_at = trainer.global_step if trainer.progress.accumulation_index else -1
@@ -92,7 +93,8 @@ class LearningRateMonitor(Callback):
         without = sorted(name for name, known in defaults.items() if not {"momentum", "betas"} & known.keys())
         if self.log_momentum and without:
             rank_zero_warn(
-                f"LearningRateMonitor(log_momentum=True): {', '.join(without)} has no momentum; 0 is logged for it.",
+                "You have set log_momentum=True, but some optimizers do not have momentum. 0 is logged for that of "
+                f"{', '.join(without)}.",
                 RuntimeWarning,
             )
 
@@ -208,7 +210,8 @@ def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list
     for label, count in Counter(labels).items():
         if count > 1:
             raise MisconfigurationException(
-                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}.",
+                "A single `Optimizer` cannot have multiple parameter groups with identical `name` values, and "
+                f"LearningRateMonitor found several named {label!r} in {kind.__name__}.",
                 fix="Give each group its own name, or none.",
             )
     if len(labels) == 1 and not given_labels[0]:

@@ -150,8 +150,8 @@ class ProgressBar(Callback):
         for name in standard.keys() & logged.keys():
             warn_once(
                 f"progress bar {name}",
-                f"The progress bar already tracks a metric with the name {name!r}, and self.log({name!r}, ..., "
-                "prog_bar=True) takes its place.",
+                f"The progress bar already tracks a metric with the name(s) {name!r} and `self.log({name!r}, ..., "
+                "prog_bar=True)` will overwrite this value.",
                 fix="Log it under another name, or override get_metrics().",
             )
         return {**standard, **logged}
@@ -507,7 +507,7 @@ def epoch_text(current_epoch: int, max_epochs: int | None) -> str:
 
 def convert_inf(total: float | None) -> float | None:
     """Return None for an unknown length, as tqdm writes it."""
-    return None if total is None or math.isinf(total) else total
+    return total if total is not None and math.isfinite(total) else None
 
 
 def _write_line(bar: Any) -> None:

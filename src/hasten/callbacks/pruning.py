@@ -156,13 +156,16 @@ class ModelPruning(Callback):
             raise check.wrong("ModelPruning", "pruning_fn", pruning_fn, allowed, error=MisconfigurationException)
         assert isinstance(method, type)
         if name is None and not is_global:
-            fix = "a class needs use_global_unstructured=True."
+            what += " PyTorch `BasePruningMethod` is currently only supported with `use_global_unstructured=True`."
+            fix = "Leave use_global_unstructured out."
         elif self._global_kwargs.get("dim", 0) is None:
-            fix = "choose the dimension with pruning_dim=..., for instance 0."
+            what += " When requesting `structured` pruning, the `pruning_dim` should be provided."
+            fix = "Choose the dimension with pruning_dim=..., for instance 0."
         elif self._global_kwargs.get("n", 0) is None:
-            fix = "choose the norm with pruning_norm=..., for instance 2."
+            what += " When requesting `ln_structured` pruning, the `pruning_norm` should be provided."
+            fix = "Choose the norm with pruning_norm=..., for instance 2."
         elif is_global and method.PRUNING_TYPE != "unstructured":  # type: ignore[attr-defined]
-            what += " structured pruning ranks one parameter at a time."
+            what += ' Only the "unstructured" PRUNING_TYPE is supported with `use_global_unstructured=True`.'
             fix = "Use use_global_unstructured=False."
         if fix:
             raise MisconfigurationException(what, fix=fix, argument="pruning_fn")

@@ -253,8 +253,9 @@ class WeightAveraging(Callback):
             self._loaded = checkpoint["state_dict"], checkpoint["averaging_state"]
             checkpoint["state_dict"] = checkpoint["current_model_state"]
         else:
-            rank_zero_info(
-                f"{type(self).__name__}: the checkpoint has no average of the weights; a new one starts here."
+            rank_zero_warn(
+                f"The checkpoint was not created with WeightAveraging: {type(self).__name__} starts a new average of "
+                "the weights here."
             )
 
     # -- internal functions
@@ -696,11 +697,13 @@ class StochasticWeightAveraging(WeightAveraging):
         optimizers, schedulers, kind = (trainer.optimizers, trainer.lr_scheduler_configs, type(pl_module).__name__)
         problem, fix = "", ""
         if len(schedulers) > 1:
-            problem = f": {kind}.configure_optimizers() gives {len(schedulers)} schedulers; it works with one."
+            given = f"{kind}.configure_optimizers() gives {len(schedulers)}"
+            problem = f": SWA is currently not supported for more than 1 `lr_scheduler`, and {given}."
         elif len(optimizers) != 1:
-            problem = f": {kind}.configure_optimizers() gives {len(optimizers)} optimizers; it works with one."
+            given = f"{kind}.configure_optimizers() gives {len(optimizers)}"
+            problem = f": SWA currently works with 1 `optimizer`, and {given}."
         elif isinstance(start, float) and last == -1:
-            problem = f"(swa_epoch_start={start}): a share needs Trainer(max_epochs=...)."
+            problem = f": `swa_epoch_start` as a float ({start}) is not supported when `max_epochs=-1`."
             fix = "Use an epoch (int) instead."
         elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
             problem = f"(swa_epoch_start={start}): training ends after max_epochs={last}."

@@ -160,9 +160,9 @@ class LightningArgumentParser(ArgumentParser):
             given = class_from_function(given)
         if not (isinstance(given, type) and issubclass(given, kinds)):
             raise MisconfigurationException(
-                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}):",
+                f"Cannot add arguments from: {lightning_class!r}.",
                 fix=(
-                    "give a subclass of Trainer, LightningModule, LightningDataModule or Callback, or a function "
+                    "Give a subclass of Trainer, LightningModule, LightningDataModule or Callback, or a function "
                     "annotated to return one. For another class there is parser.add_class_arguments()."
                 ),
             )

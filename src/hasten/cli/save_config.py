@@ -64,7 +64,10 @@ class SaveConfigCallback(Callback):
         self.save_to_log_dir = save_to_log_dir
         self.already_saved = False
         if not save_to_log_dir and not overrides(self, SaveConfigCallback, "save_config"):
-            what = f"{type(self).__name__}(save_to_log_dir=False): nothing would be saved."
+            what = (
+                "`save_to_log_dir=False` only makes sense when subclassing SaveConfigCallback to implement "
+                f"`save_config`: {type(self).__name__} would save nothing."
+            )
             fix = "Write save_config() in a subclass, or set LightningCLI(save_config_callback=None)."
             raise make_error(ValueError, what, fix=fix, argument="save_to_log_dir")
 
@@ -98,7 +101,8 @@ class SaveConfigCallback(Callback):
         if not self.overwrite and trainer.strategy.broadcast(exists):
             raise make_error(
                 RuntimeError,
-                f"{type(self).__name__} expected {path} to NOT exist: it is the config of another run.",
+                f"{type(self).__name__} expected {path} to NOT exist. Aborting to avoid overwriting results of a "
+                "previous run.",
                 fix=(
                     "Write elsewhere (--trainer.default_root_dir), or set "
                     'LightningCLI(save_config_kwargs={"overwrite": True}).'

@@ -31,7 +31,7 @@ def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int
             "divides itself among them."
         )
     if not trains and any(isinstance(sampler, RandomSampler) for sampler in samplers_of(loader)):
-        what = f"The {name} has shuffling enabled."
+        what = f"Your `{name}`'s sampler has shuffling enabled."
         rank_zero_warn(what, PossibleUserWarning, fix="Use shuffle=False where the order of samples is not to change.")
 
 
@@ -39,7 +39,7 @@ def warn_of_another_order(loader: Iterable[Any]) -> None:
     """Warn if the predictions for a loader come in another order than the samples of its dataset."""
     if isinstance(loader, DataLoader) and is_plain_shuffle(sampler_of(loader)):
         rank_zero_warn(
-            "The predict dataloader's sampler has shuffling enabled: the predictions come in another order than the "
+            "Your `predict_dataloader`'s sampler has shuffling enabled: the predictions come in another order than the "
             "samples of the dataset.",
             PossibleUserWarning,
             fix="Write DataLoader(..., shuffle=False).",
@@ -52,10 +52,13 @@ def warn_about_workers(loader: DataLoader[Any], *, name: str, processes: int, re
     starts = (context or multiprocessing).get_start_method()
     most = max(1, usable_cores() // processes - 1)
     if workers > 0 and starts == "spawn" and not loader.persistent_workers:
-        rank_zero_warn(f"Consider setting `persistent_workers=True` in the {name}: workers are slow to start.")
+        rank_zero_warn(
+            f"Consider setting `persistent_workers=True` in '{name}' to speed up the dataloader worker initialization."
+        )
     elif workers < 2 and most > 1:
-        what = f"The {name} does not have many workers, so training may wait for it."
-        rank_zero_warn(what, PossibleUserWarning, fix=f"Consider increasing `num_workers` to num_workers={most}.")
+        what = f"The '{name}' does not have many workers which may be a bottleneck."
+        fix = f"Consider increasing the value of the `num_workers` argument to num_workers={most}."
+        rank_zero_warn(what, PossibleUserWarning, fix=fix)
     if loader.persistent_workers and loader.pin_memory and reloads:
         rank_zero_warn(
             f"The {name} has persistent_workers=True and pin_memory=True, and the combination with "

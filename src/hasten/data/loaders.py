@@ -151,7 +151,8 @@ def _unshuffled(loader: DataLoader[Any], name: str, seed: int) -> DataLoader[Any
         return with_attributes(loader, batch_sampler=drawn_once(batches, seed))
     if isinstance(sampler, RandomSampler):
         rank_zero_warn(
-            f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off.",
+            f"You requested to overfit but enabled shuffling of {name}: it is off, so that each epoch has the same "
+            "samples.",
             fix="Use shuffle=False there to avoid this warning.",
         )
     return _with_sampler(loader, drawn_once(sampler, seed))

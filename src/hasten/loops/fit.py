@@ -92,8 +92,9 @@ def fit(run: Run) -> None:
             schedule.warn_of_second_fit(run)
         return
     if run.arguments.max_epochs_assumed:
-        what = "`max_epochs` was not set: training ends after 1000 epochs."
-        rank_zero_warn(what, PossibleUserWarning, fix="Pass max_epochs=..., or max_epochs=-1 for no limit.")
+        what = "`max_epochs` was not set. Setting it to 1000 epochs."
+        fix = "To train without an epoch limit, set `max_epochs=-1`."
+        rank_zero_warn(what, PossibleUserWarning, fix=fix)
     if not first_check:
         run.observers.first_epoch.before_start(run)
         sanity_check(run)

@@ -157,10 +157,13 @@ def _set_up(run: Run, owners: list[LightningModule | LightningDataModule]) -> No
     with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
         if redefines(module, LightningModule, "configure_sharded_model"):
-            what = f"{type(module).__name__}.configure_sharded_model is the deprecated name of configure_model."
+            owner = type(module).__name__
             if redefines(module, LightningModule, "configure_model"):
-                raise make_error(RuntimeError, f"{what} Both are defined.", fix="Define configure_model alone.")
-            rank_zero_deprecation(f"{what} Rename it.")
+                what = f"Both `{owner}.configure_model`, and `{owner}.configure_sharded_model` are overridden."
+                raise make_error(RuntimeError, what, fix="Define configure_model alone: the other name is deprecated.")
+            rank_zero_deprecation(
+                f"You have overridden `{owner}.configure_sharded_model` which is deprecated. Rename it configure_model."
+            )
             module.configure_sharded_model()
     check_pipeline(fn.value, module)
     check_module(run)

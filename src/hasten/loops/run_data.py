@@ -478,14 +478,15 @@ class StageData:
         argument = "overfit_batches" if self._overfit else LIMIT_OF[self.stage]
         if math.isinf(length):
             raise MisconfigurationException(
-                f"Trainer({argument}={limit}): a share needs a loader with a length, and "
-                f"{type(stream.loader).__name__} has none.",
+                f"When using an `IterableDataset`, `Trainer({argument})` must be `1.0` or an int, not {limit}: a share "
+                f"needs a loader with a length, and {type(stream.loader).__name__} has none.",
                 fix="Give a number of batches instead.",
                 argument=argument,
             )
         batches = int(length * limit)
         if batches == 0 and length > 0:
-            what = f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one."
+            name = HOOK_OF[self.stage]
+            what = f"You requested to check {limit} of the `{name}` but {limit} * {int(length)} < 1: no batch."
             fix = f"Use at least {argument}={1 / length:.4g}, or a number of batches."
             raise MisconfigurationException(what, fix=fix, argument=argument)
         return batches
@@ -547,8 +548,9 @@ class DataloaderIterator:
 
     def __init__(self, run: Run, batches: Iterator[tuple[Any, bool, int, int]], *, is_empty: bool = False) -> None:
         step = f"{type(run.module).__name__}.{STEP_OF[run.evaluation.stage or 'train']}"
-        what, fix = f"{step} takes `dataloader_iter`", "Fetch one batch in each step: else hooks get a wrong batch_idx."
-        warn_once(what, f"{what} and fetches its batches itself.", PossibleUserWarning, fix=fix)
+        what = f"Found `dataloader_iter` argument in the `{step}`"
+        fix = "Fetch one batch in each step: else hooks get a wrong batch_idx."
+        warn_once(what, f"{what}, which fetches its batches itself.", PossibleUserWarning, fix=fix)
         self._run, self._batches = run, batches
         self.done, self.fetched = is_empty, 0
         self.batch: Any = None

@@ -70,12 +70,16 @@ class ValidationSchedule:
             return
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
-                what = f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches."
+                what = (
+                    f"`val_check_interval` ({interval}) must be less than or equal to the number of the training "
+                    f"batches ({int(length)})."
+                )
                 fix = f"Use at most {int(length)}, or check_val_every_n_epoch=None to count batches over epochs."
                 raise MisconfigurationException(what, fix=fix, argument="val_check_interval")
         elif math.isinf(length) and interval != 1.0:
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a length.",
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be `1.0` or "
+                f"an int, not {interval}: a share of an epoch needs a length.",
                 fix="Give a number of batches, for instance val_check_interval=1000.",
                 argument="val_check_interval",
             )
@@ -228,8 +232,8 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     if value is not None:
         return value
     what = (
-        f"{type(config.scheduler).__name__} conditioned on metric {name} which is not available: monitor={name!r} was "
-        f"never logged. {f'Logged so far: {sorted(metrics)}' if metrics else 'Nothing has been logged so far'}."
+        f"{type(config.scheduler).__name__} conditioned on metric {name} which is not available. Available metrics "
+        f"are: {sorted(metrics)}."
     )
     fix = (
         f"{did_you_mean_value(name, metrics)} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "

@@ -75,9 +75,10 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         fix = f"use a LightningDataModule, not {_name(datamodule)}.{hint}"
         raise make_error(TypeError, f"Trainer.{call}(datamodule=...):", fix=fix, argument="datamodule")
     if datamodule is not None and any(one is not None for one in given):
-        raise MisconfigurationException(
-            f"Trainer.{call}(): data was given twice, as loaders and as a datamodule.", fix="Pass one of them."
-        )
+        both = "`train_dataloaders` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
+        if call != "fit":
+            both = f"both `trainer.{call}(dataloaders=..., datamodule=...)`"
+        raise MisconfigurationException(f"You cannot pass {both}: the data is given twice.", fix="Pass one of them.")
     for one in given:
         if isinstance(one, LightningDataModule) or (isinstance(one, type) and issubclass(one, LightningDataModule)):
             what = f"Trainer.{call}(): {_name(one)} is a LightningDataModule, and was given in place of loaders."
@@ -87,7 +88,7 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
     _refuse_removed_hooks(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
-        raise MisconfigurationException(f"Trainer.{call}(): {problem.what}", fix=problem.fix)
+        raise MisconfigurationException(problem.what, fix=problem.fix)
     if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
         raise MisconfigurationException(f"Trainer({problem.what}", fix=problem.fix, argument=problem.argument)
 
@@ -109,7 +110,8 @@ def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
         if callable(getattr(module, name, None)):
             instead = f"on_{name.replace('training', 'train')}"
             raise NotPartOfLightning2(
-                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called.",
+                f"Support for `{name}` has been removed in v2.0.0 of Lightning: {type(module).__name__}.{name}() would "
+                "never be called.",
                 fix=f"Rename it to {instead}(self), and keep what you need of the outputs in an attribute.",
             )
 
@@ -117,15 +119,19 @@ def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
 def _problem_of_methods(call: str, module: LightningModule) -> Parts | None:
     owner = type(module).__name__
     if call == "predict" and getattr(module, "predict_step", None) is None:
-        return Parts(f"{owner}.predict_step is None.", "Define it, or leave it to the one that calls forward().")
+        what = f"`predict_step` cannot be None to run `Trainer.predict`, and that of {owner} is."
+        return Parts(what, "Define it, or leave it to the one that calls forward().")
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
-        return Parts(f"{owner} has no {step}().", f"Define it{_near_method(module, step)}.")
+        what = f"No `{step}()` method defined to run `Trainer.{call}`: {owner} has none."
+        return Parts(what, f"Define it{_near_method(module, step)}.")
     if call == "predict" and not any(overrides(module, LightningModule, name) for name in ("predict_step", "forward")):
-        return Parts(f"{owner} has neither predict_step() nor forward().", "Define one.")
+        what = f"`Trainer.predict` requires `forward` method to run, or predict_step(): {owner} has neither."
+        return Parts(what, "Define one.")
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
         return Parts(
-            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}.",
+            f"No `configure_optimizers()` method defined to run `Trainer.fit`: {owner} has none"
+            f"{_near_method(module, 'configure_optimizers')}.",
             "Define it, for instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), "
             "lr=1e-3)",
         )
@@ -149,12 +155,14 @@ def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> Part
         ),
         (
             manual and arguments.gradient_clip_val,
-            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimization.",
+            f"gradient_clip_val={arguments.gradient_clip_val}): Automatic gradient clipping is not supported for "
+            "manual optimization.",
             "Call self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
         ),
         (
             manual and batches != 1,
-            f"accumulate_grad_batches={batches}) does nothing with manual optimization.",
+            f"accumulate_grad_batches={batches}): Automatic gradient accumulation is not supported for manual "
+            "optimization.",
             "Step every so many batches in training_step instead.",
         ),
     )
@@ -351,14 +359,16 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
     has_step = overrides(module, LightningModule, "validation_step")
     if validation.has_data() and not has_step:
         rank_zero_warn(
-            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs.",
+            "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop, which "
+            f"{type(module).__name__} cannot run.",
             fix=f"Define it{_near_method(module, 'validation_step')}, or leave the data out.",
         )
     elif wanted and has_step and not validation.has_data():
         # A cross-validation or a search fits the same class again and again, and validates after it.
         warn_once(
             f"no validation data {type(module)}",
-            f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs.",
+            "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop of "
+            f"{type(module).__name__}.",
             PossibleUserWarning,
             fix=(
                 "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
@@ -394,7 +404,8 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise MisconfigurationException(
-                f"{step} returned a dict without the key 'loss' (it has {list(output)}).",
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present: "
+                f"{step} returned one with {list(output)}.",
                 fix="Return {'loss': loss, ...}, or the loss itself.",
             )
         loss = output["loss"]
@@ -410,12 +421,13 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     if loss is not None:
         number = " Do not convert it with .item() or float()." if isinstance(loss, float) else ""
         raise MisconfigurationException(
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None: "
             f"{step} returned {_describe(loss)}.",
             fix=f"Return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
         )
     if run.window.skipped_batches == 0 and run.logged.batch is not None:
         rank_zero_warn(
-            f"{step} returned None: the batch is skipped.",
+            f"`training_step` returned `None`: {step} skips the batch.",
             fix="If that is not on purpose, end training_step with `return loss`.",
         )
     run.window.skipped_batches += 1

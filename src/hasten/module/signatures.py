@@ -241,19 +241,21 @@ def check_takes_loader(module: LightningModule, hooks: Hooks, stage: str, loader
 
 def _check_takes_loader(owner: object, name: str, arguments: tuple[str, ...], stage: str, loaders: int) -> None:
     method, hook = getattr(owner, name), f"`{type(owner).__name__}.{name}()`"
+    loader = f"`{'val' if stage == 'validation' else stage}_dataloader`"
     instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
     # A step that fetches its batches itself does not get this argument.
     if loaders > 1 and not has_parameter(method, "dataloader_iter") and not _accepts(method, arguments):
         raise DataloaderIndexError(
-            f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.", fix=instead
+            f"You provided multiple {loader}, but no `dataloader_idx` argument in {hook}: there are {loaders} loaders.",
+            fix=instead,
         )
     if loaders > 1 or not has_parameter(method, "dataloader_idx"):
         return
     parameter = inspect.signature(method).parameters["dataloader_idx"]
     if parameter.default is parameter.empty:
         raise DataloaderIndexError(
-            f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
-            "given where there are several.",
+            f"You provided only a single {loader}, but have included `dataloader_idx` in {hook}, which is "
+            "only given where there are several.",
             fix=instead,
         )
 

@@ -184,8 +184,8 @@ class LayerTable:
         known, are_all = self._parameters()
         if not are_all:
             rank_zero_warn(
-                "The total number of parameters detected may be inaccurate: some of them get their shape in the first "
-                "forward pass."
+                "The total number of parameters detected may be inaccurate because the model contains an instance of "
+                "`UninitializedParameter`, which gets its shape in the first forward pass."
             )
         return sum(map(elements_of, known))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.optional import installed
-from hasten._lib.rank_zero import forget_warnings, rank_zero_warn
+from hasten._lib.rank_zero import forget_warnings, rank_zero_info, rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.arguments import Arguments, require_callback
 from hasten.compile.settings import inner_model as inner_model
@@ -113,19 +113,20 @@ def callbacks(arguments: Arguments) -> list[Callback]:
     bars, checkpoints = names_of(ProgressBar), names_of(Checkpoint)
     if len(bars) > 1:
         raise MisconfigurationException(
-            f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.", argument="callbacks"
+            f"You added multiple progress bar callbacks to the Trainer, and there can be one: {bars}.",
+            argument="callbacks",
         )
     for argument, given, enabled in (
         ("enable_progress_bar", bars, arguments.enable_progress_bar),
         ("enable_checkpointing", checkpoints, arguments.enable_checkpointing or arguments.fast_dev_run),
     ):
         if given and not enabled:
-            what = f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other."
+            what = f"Trainer was configured with `{argument}=False` but found `{given[0]}` in callbacks list."
             raise MisconfigurationException(what, fix="Leave out one of them.", argument=argument)
     if arguments.max_time is not None:
         if names_of(Timer):
             rank_zero_warn(
-                f"Trainer(max_time={arguments.max_time!r}) is not used: there is a Timer among the callbacks.",
+                f"Ignoring `Trainer(max_time={arguments.max_time!r})`, callbacks list already contains a Timer.",
                 fix="Leave out one of them.",
             )
         else:
@@ -166,11 +167,17 @@ def _add_configured(trainer: Trainer, module: LightningModule, datamodule: Light
         check_signatures(module, datamodule, added)
         kinds = tuple(type(callback) for callback in added)
         # A callback of the same class, or of a derived one, replaces a callback of the Trainer.
-        others = [
-            callback
-            for callback in trainer.callbacks
-            if type(callback) is Callback or not any(issubclass(kind, type(callback)) for kind in kinds)
-        ]
+        others, replaced = [], set()
+        for callback in trainer.callbacks:
+            if type(callback) is Callback or not any(issubclass(kind, type(callback)) for kind in kinds):
+                others.append(callback)
+            elif not any(callback is each for each in added):
+                replaced.add(type(callback).__name__)
+        if replaced:
+            rank_zero_info(
+                "The following callbacks returned in `LightningModule.configure_callbacks` will override existing "
+                f"callbacks passed to Trainer: {', '.join(sorted(replaced))}."
+            )
         trainer.callbacks[:] = last_ones_last(others + added)
 
 

@@ -725,7 +725,9 @@ class Trainer(TrainerView):
             module = self._module
         else:
             raise make_error(
-                TypeError, f"`Trainer.{fn.value}()` requires a `LightningModule`:", fix="pass one, or call fit first."
+                TypeError,
+                f"`Trainer.{fn.value}()` requires a `LightningModule` when it hasn't been passed in a previous run.",
+                fix="Pass one, or call fit first.",
             )
         check_call(self._arguments, fn.value, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)

@@ -76,7 +76,8 @@ def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
     value = probe.value(name)
     before = value.get()
     if run.conventions.warns_of_settings and hasattr(run.module, name) and name in run.module.hparams:
-        rank_zero_warn(f"model.{name} and model.hparams.{name} are mutually exclusive: both are set.", fix="Keep one.")
+        both = f"Field `model.{name}` and `model.hparams.{name}` are mutually exclusive!"
+        rank_zero_warn(f"{both} `model.{name}` is used.", fix="Keep one.")
     with value.restored_on_error():
         size = Search(probe, method, options).run()
     value.set(size)

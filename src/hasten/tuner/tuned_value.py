@@ -35,8 +35,8 @@ class TunedValue:
         known = [key for owner in self._owners for key in vars(owner) if key[0] != "_"]
         known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
         raise MisconfigurationException(
-            f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
-            "hparams have it.",
+            f"Field {self.name} not found in `model`, `datamodule`, nor their `hparams` attributes. The model is "
+            f"{type(self._owners[0]).__name__}.",
             fix=f"{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it.",
         )
 

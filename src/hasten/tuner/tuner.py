@@ -11,7 +11,7 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import without_unknown
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks.finders import BatchSizeFinder, LearningRateFinder
 from hasten.elsewhere import conventions
 from hasten.module.datamodule import LightningDataModule
@@ -164,7 +164,8 @@ class Tuner:
         """
         if method != "fit":
             raise MisconfigurationException(
-                f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate.", argument="method"
+                f"method='fit' is the only valid configuration to run lr finder, not method={method!r}.",
+                argument="method",
             )
         owner = "Tuner.lr_find"
         options = lr_find.SweepOptions(owner, mode, min_lr, max_lr, num_training, early_stop_threshold)
@@ -182,6 +183,7 @@ class Tuner:
             if search.run is not None and value.get() != suggestion:
                 lr_find.TUNED[model] = value.name, suggestion, lr_find.rates(search.run)
             value.set(suggestion)
+            rank_zero_info(f"Learning rate set to {suggestion}")
         return found
 
     def _show(self, search: _Search, model: LightningModule, datamodule: LightningDataModule | None) -> None:
