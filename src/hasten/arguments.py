@@ -206,8 +206,8 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
             by_key[callback.state_key] = callback
         elif clashes:
             raise MisconfigurationRuntimeError(
-                f"{owner}({name}=[...]): two callbacks have the state key {callback.state_key!r}, so a checkpoint "
-                "could not hold both states.",
+                f"Found more than one stateful callback of type `{type(callback).__name__}` with the state key "
+                f"{callback.state_key!r}, so a checkpoint could not hold both states.",
                 fix="Give them different arguments, or override state_key.",
                 argument=name,
             )

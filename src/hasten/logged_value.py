@@ -383,8 +383,8 @@ def reduction(reduce_fx: object, where: str) -> str:
     name = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
     if name is None:
         raise MisconfigurationException(
-            f"{where}: reduce_fx={reduce_fx!r} is not known.",
-            fix="Use 'mean', 'sum', 'min' or 'max'; for anything else log a torchmetrics.Metric.",
+            f"{where}: Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported, not {reduce_fx!r}.",
+            fix="For anything else log a torchmetrics.Metric.",
         )
     return name
 

@@ -132,6 +132,14 @@ def test_errors_say_what_programs_for_lightning_compare() -> None:
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
             pass
 
+    class Reduces(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0, reduce_fx="median")
+
+    class Stateful(callbacks.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
     old = BoringModel()
     old.training_epoch_end = print
     loader = BoringModel().train_dataloader()
@@ -154,6 +162,9 @@ def test_errors_say_what_programs_for_lightning_compare() -> None:
             lambda: trainer(gradient_clip_val=1.0).fit(ManualOptimBoringModel()),
         ),
         ("You can't `self.log()` inside `on_fit_start`", lambda: trainer().fit(Logs())),
+        ("Only `self.log(..., reduce_fx={min,max,mean,sum})` are supported", lambda: trainer().fit(Reduces())),
+        ("Found more than one stateful callback of type `Stateful`", lambda: trainer(Stateful(), Stateful())),
+        ("The `Trainer._evaluation_loop` property isn't defined", lambda: trainer()._evaluation_loop),
         ("the 'loss' key needs to be present", lambda: trainer().fit(Outputs())),
         (
             "You provided only a single `val_dataloader`, but have included `dataloader_idx`",
@@ -221,6 +232,20 @@ def test_callbacks_of_the_module_that_take_the_place_of_others_are_named(caplog:
     trainer.fit(Configures())
     assert "will override existing callbacks passed to Trainer: Timer" in caplog.text
     assert trainer._detect_anomaly is False
+
+
+def test_the_loop_of_a_fit_says_whether_the_optimizer_steps_after_a_batch() -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    accumulates = []
+
+    class Asks(BoringModel):
+        def on_train_batch_end(self, *_: object) -> None:
+            accumulates.append(self.trainer.fit_loop._should_accumulate())
+
+    pl.Trainer(**{**QUIETLY, "limit_train_batches": 5}, accumulate_grad_batches=2).fit(Asks())
+    assert accumulates == [True, False, True, False, False]
 
 
 def test_averaging_that_a_checkpoint_does_not_have_is_a_warning(tmp_path: Path) -> None:

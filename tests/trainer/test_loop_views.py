@@ -307,7 +307,7 @@ def test_a_loop_of_a_program_saves_its_parts() -> None:
     new.inner.done.reset_on_restart()
     assert new.inner.done.current.ready == 0
     assert OptimizationCounts().optimizer_steps == 0
-    with refused(TypeError, says="'started'"):
+    with refused(TypeError, says="`started`"):
         SchedulerCounts().increment_started()
     with refused(ValueError, "total"):
         BatchCounts(total=ReadyCompleted())

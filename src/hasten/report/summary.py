@@ -377,7 +377,7 @@ def print_results(results: list[dict[str, float]], stage: str, file: TextIO | No
     Example::
 
         >>> print_results([{"test_acc": 0.91}], "test")
-        test metric    value
+        Test metric    value
         -----------  -------
         test_acc      0.9100
 
@@ -386,7 +386,7 @@ def print_results(results: list[dict[str, float]], stage: str, file: TextIO | No
     for index, values in enumerate(results):
         if not values:
             continue
-        heading = f"{stage} metric" + (f" (loader {index})" if len(results) > 1 else "")
+        heading = f"{stage.capitalize()} metric" + (f" (loader {index})" if len(results) > 1 else "")
         rows = [(name, _shown(value)) for name, value in sorted(values.items())]
         room = max(20, shutil.get_terminal_size((100, 24)).columns - 16)
         left = min(room, max(len(heading), *(len(name) for name, _ in rows)))

@@ -155,7 +155,7 @@ class LoopCounts(Counters):
 
     def _increment(self, name: str) -> None:
         if not hasattr(self.total, name):
-            raise TypeError(f"{type(self.total).__name__} does not have a {name!r} counter.")
+            raise TypeError(f"`{type(self.total).__name__}` doesn't have a `{name}` attribute")
         for each in (self.total, self.current):
             setattr(each, name, getattr(each, name) + 1)
 

@@ -396,6 +396,10 @@ class FitLoop(SourceLoop):
             count.started -= 1
         return LoopCounts(replace(count), count.tell(assign))
 
+    def _should_accumulate(self) -> bool:
+        """Return whether the optimizer does not step after the current batch."""
+        return self.epoch_loop._should_accumulate()
+
     @property
     def done(self) -> bool:
         """Whether training is over: a limit is reached, or a request to stop takes effect."""
@@ -713,5 +717,5 @@ def evaluation_loop(trainer: TrainerView) -> EvaluationLoop:
         return trainer.validate_loop
     if fn is TrainerFn.TESTING:
         return trainer.test_loop
-    what = "Trainer._evaluation_loop: no call evaluates."
+    what = "The `Trainer._evaluation_loop` property isn't defined: no call evaluates."
     raise make_error(RuntimeError, what, fix="Ask within or after fit, validate or test.")
