@@ -395,3 +395,34 @@ def test_a_step_that_changes_weights_goes_on_with_the_new_ones_in_16_bits() -> N
                 with torch.no_grad():
                     part.weight.clamp_(-0.3, 0.3)
     assert same_weights(model, by_hand)
+
+
+def test_a_program_decides_which_of_its_optimizers_count() -> None:
+    # Programs with two optimizers do it, to count one step per batch.
+    class Two(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.calls: list[str] = []
+            self.counts: list[int] = []
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            if batch_idx < 2:
+                second._on_before_step = lambda: self.calls.append(f"before {batch_idx}")
+                second._on_after_step = lambda: self.calls.append(f"after {batch_idx}")
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+            self.counts.append(self.global_step)
+
+    model = Two()
+    trainer = quiet(max_epochs=1, limit_train_batches=3)
+    trainer.fit(model, loader())
+    assert model.calls == ["before 0", "after 0", "before 1", "after 1"]
+    # Those of one batch do not last.
+    assert model.counts == [1, 2, 4]

@@ -628,6 +628,8 @@ def _manual_step(run: Run) -> Step:
         except Exception as error:
             annotate(error, "training_step", run.module, batch, batch_idx)
             raise
+        for optimizer in run.wrapped_optimizers:
+            optimizer.around_step.clear()
         if not isinstance(output, (Tensor, Mapping, NoneType)):
             raise MisconfigurationException(
                 f"{type(run.module).__name__}.training_step returned {with_article(type(output))}.",

@@ -417,7 +417,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         elif finish is not None:
             closure = _then(closure, finish)
         result = step(closure, **kwargs)
-        if not run.module.automatic_optimization:
+        if not run.module.automatic_optimization and "_on_after_step" not in wrapper.around_step:
             # Otherwise the loop counts, once optimizer_step has ended.
             progress.global_step += 1
         return result
@@ -428,7 +428,9 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         with run.module.toggled_optimizer(optimizer), local:
             yield
 
-    return HastenOptimizer(optimizer, counted_step, toggled)
+    # counted_step reads it.
+    wrapper = HastenOptimizer(optimizer, counted_step, toggled)
+    return wrapper
 
 
 def _warn_of_second_step(run: Run, optimizer: Any) -> None:

@@ -419,6 +419,9 @@ class HastenOptimizer:
         self.optimizer = optimizer
         self._step = optimizer.step if step is None else step
         self._toggled = toggled
+        # What a program has a step do, by Lightning's names. Lightning counts a step in the second; the program's takes
+        # its place in the batch in which it is set.
+        self.around_step: dict[str, Callable[[], object]] = {}
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -429,7 +432,14 @@ class HastenOptimizer:
         """Step the optimizer and count it in ``trainer.global_step``."""
         if closure is not None and not callable(closure):
             raise WrongType(f"{type(self.optimizer).__name__}.step(closure={closure!r}):", fix="use a function.")
-        return self._step(closure, **kwargs)
+        if not self.around_step:
+            return self._step(closure, **kwargs)
+        if before := self.around_step.get("_on_before_step"):
+            before()
+        result = self._step(closure, **kwargs)
+        if after := self.around_step.get("_on_after_step"):
+            after()
+        return result
 
     def step_through(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
         """Step through ``wrap(step)`` until the function that is returned is called."""
@@ -464,7 +474,9 @@ class HastenOptimizer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A scheduler created with this wrapper replaces this wrapper's step, not the step of the optimizer inside.
-        if name in ("optimizer", "_step", "_toggled", "step"):
+        if name in ("_on_before_step", "_on_after_step"):
+            self.around_step[name] = value
+        elif name in ("optimizer", "_step", "_toggled", "around_step", "step"):
             object.__setattr__(self, name, value)
             if name == "step":
                 replaced(self, name)
