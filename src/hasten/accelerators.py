@@ -9,6 +9,7 @@ import torch
 
 from hasten._lib.errors import absent, make_error
 from hasten._lib.lazy import attach
+from hasten.machine import devices
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         []
 
     """
-    present = torch.cuda.device_count()
+    present = devices.num_cuda_devices()
     wanted = present if num_devices == -1 else num_devices
     if wanted > present or (num_devices == -1 and not present):
         raise ValueError(f"find_usable_cuda_devices({num_devices}): this machine has {present} CUDA devices.")

@@ -310,3 +310,24 @@ def test_older_names_of_classes_warn(place: str) -> None:
         older()
     with warned(DeprecationWarning, says="FSDPPrecision"):
         assert importlib.import_module("lightning.pytorch.plugins").FSDPMixedPrecisionPlugin("bf16-mixed", "cpu")
+
+
+@pytest.mark.parametrize("package", ["fabric", "pytorch"])
+def test_a_patched_number_of_gpus_or_cores_counts_everywhere(package: str) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.accelerators import CUDAAccelerator, find_usable_cuda_devices
+    from lightning.fabric.utilities.data import suggested_max_num_workers
+    from lightning.fabric.utilities.device_parser import _parse_gpu_ids, _select_auto_accelerator
+    from lightning.fabric.utilities.distributed import _suggested_max_num_threads
+
+    with patch(f"lightning.{package}.accelerators.cuda.num_cuda_devices", return_value=2), patch("torch.tensor"):
+        assert CUDAAccelerator.is_available()
+        assert CUDAAccelerator.auto_device_count() == 2
+        assert find_usable_cuda_devices() == _parse_gpu_ids(-1, include_cuda=True) == [0, 1]
+        assert _select_auto_accelerator() in ("cuda", "tpu")
+        assert Fabric(accelerator="gpu", devices=[1]).device == torch.device("cuda", 1)
+    assert CUDAAccelerator.auto_device_count() == torch.cuda.device_count()
+    with patch("lightning.fabric.utilities.data._num_cpus_available", return_value=8):
+        assert [suggested_max_num_workers(size) for size in (1, 2, 9)] == [7, 3, 1]
+    with patch("lightning.fabric.utilities.distributed._num_cpus_available", return_value=8):
+        assert _suggested_max_num_threads(2) == 4

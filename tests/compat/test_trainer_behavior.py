@@ -54,7 +54,7 @@ def test_empty_loaders_are_a_warning() -> None:
 
 
 def test_advice_about_loaders_has_the_type_that_programs_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.data.advice.usable_cores", lambda: 8)
+    monkeypatch.setattr("hasten.machine.host.usable_cores", lambda: 8)
     few: Any = loader(8)
     shuffled: Any = DataLoader(few.dataset, 4, shuffle=True)
     kept: Any = DataLoader(few.dataset, 4, num_workers=2, persistent_workers=True, pin_memory=True)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten.data.loader_parts import is_iterable, is_plain_shuffle, length_of, sampler_of, samplers_of
-from hasten.machine.host import usable_cores
+from hasten.machine import host
 
 
 def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int, reloads: bool) -> None:
@@ -50,7 +50,7 @@ def warn_about_workers(loader: DataLoader[Any], *, name: str, processes: int, re
     """Warn about the worker processes of a loader; see ``warn_about``."""
     context, workers = loader.multiprocessing_context, loader.num_workers
     starts = (context or multiprocessing).get_start_method()
-    most = max(1, usable_cores() // processes - 1)
+    most = max(1, host.usable_cores() // processes - 1)
     if workers > 0 and starts == "spawn" and not loader.persistent_workers:
         rank_zero_warn(
             f"Consider setting `persistent_workers=True` in '{name}' to speed up the dataloader worker initialization."

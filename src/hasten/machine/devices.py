@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _MOST_PROCESSES = 1 << 16
 
 
+def num_cuda_devices() -> int:
+    """Return how many CUDA devices this process sees; tests replace it, to try a program for several."""
+    return torch.cuda.device_count()
+
+
 class Accelerator(ABC):
     """One kind of device.
 
@@ -221,7 +226,7 @@ class CUDAAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: Devices) -> list[int]:
         """Return the indices of the GPUs."""
-        return _parse_indices(devices, torch.cuda.device_count(), "CUDA")
+        return _parse_indices(devices, num_cuda_devices(), "CUDA")
 
     @staticmethod
     def get_parallel_devices(devices: Devices) -> list[torch.device]:
@@ -231,11 +236,11 @@ class CUDAAccelerator(Accelerator):
     @staticmethod
     def auto_device_count() -> int:
         """Return the number of GPUs that this process sees."""
-        return torch.cuda.device_count()
+        return num_cuda_devices()
 
     @staticmethod
     def is_available() -> bool:
-        return torch.cuda.device_count() > 0
+        return num_cuda_devices() > 0
 
     @staticmethod
     def name() -> str:

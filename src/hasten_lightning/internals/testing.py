@@ -12,8 +12,8 @@ from packaging.version import Version
 
 from hasten._lib import torch_private
 from hasten.accelerators import MPSAccelerator, XLAAccelerator
+from hasten.machine import devices
 from hasten_lightning.utilities import imports
-from hasten_lightning.utilities.model_helpers import num_cuda_devices
 
 
 def runif_reasons(
@@ -54,7 +54,7 @@ def runif_reasons(
     installed = Version(Version(torch.__version__).base_version)
     # The reason, whether the test asks for it, and how to find out, which may import a package.
     needs: list[tuple[str, object, Callable[[], object]]] = [
-        (f"GPUs>={min_cuda_gpus}", min_cuda_gpus, lambda: num_cuda_devices() >= min_cuda_gpus),
+        (f"GPUs>={min_cuda_gpus}", min_cuda_gpus, lambda: devices.num_cuda_devices() >= min_cuda_gpus),
         (f"torch>={min_torch}, {torch.__version__} installed", min_torch, lambda: installed >= Version(str(min_torch))),
         (f"torch<{max_torch}, {torch.__version__} installed", max_torch, lambda: installed < Version(str(max_torch))),
         (f"python>={min_python}", min_python, lambda: Version(platform.python_version()) >= Version(str(min_python))),

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
-from hasten.machine import collectives
-from hasten.machine.host import usable_cores
+from hasten.machine import collectives, host
 
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
@@ -89,7 +88,7 @@ def suggested_max_num_threads(num_processes: int = 1) -> int:
 
     """
     check.whole("_suggested_max_num_threads", "num_processes", num_processes, at_least=1)
-    return max(1, usable_cores() // num_processes)
+    return max(1, host.usable_cores() // num_processes)
 
 
 def set_num_threads_if_needed(num_processes: int = 1) -> None:

@@ -18,7 +18,7 @@ from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.logged_value import batch_size_of
-from hasten.machine.host import usable_cores
+from hasten.machine import host
 from hasten.seed import seed_worker
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
     """
     check.whole("suggested_max_num_workers", "local_world_size", local_world_size, at_least=1)
-    return max(1, usable_cores() // local_world_size - 1)
+    return max(1, host.usable_cores() // local_world_size - 1)
 
 
 def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None = None, timeout: float = 3) -> bool:

@@ -88,11 +88,6 @@ def do_nothing_closure() -> None:
     """Do nothing."""
 
 
-def num_cuda_devices() -> int:
-    """Return the number of CUDA devices."""
-    return torch.cuda.device_count()
-
-
 def is_cuda_available() -> bool:
     """Return whether this machine has a CUDA device."""
     return torch.cuda.device_count() > 0
