@@ -1026,3 +1026,48 @@ def test_a_program_knows_whether_a_command_line_for_fabric_has_started_it(monkey
     monkeypatch.setenv("LT_CLI_USED", "1")
     assert _is_using_cli()
     assert of_connector()
+
+
+def test_a_program_makes_its_own_registries() -> None:
+    from lightning.fabric.accelerators import CPUAccelerator
+    from lightning.fabric.accelerators.registry import _AcceleratorRegistry
+    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+    from lightning.fabric.strategies.registry import _StrategyRegistry
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert isinstance(STRATEGY_REGISTRY, _StrategyRegistry)
+    assert isinstance(StrategyRegistry, _StrategyRegistry)
+    own = _StrategyRegistry()
+    own.register("mine", DDPStrategy, start_method="spawn")
+    assert (str(own), own["mine"]["init_params"]) == ("Registered Strategies: mine", {"start_method": "spawn"})
+    assert isinstance(own.get("mine"), DDPStrategy)
+    assert "mine" not in STRATEGY_REGISTRY
+    devices = _AcceleratorRegistry()
+    devices.register("mine", CPUAccelerator)
+    assert devices.available_accelerators() == {"mine"}
+
+
+def test_a_strategy_that_a_connector_chose_has_what_programs_read() -> None:
+    from lightning.fabric import strategies as of_fabric
+    from lightning.fabric.connector import _Connector
+    from lightning.pytorch import strategies as of_trainer
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    for connector, kind in ((_Connector, of_fabric.DDPStrategy), (_AcceleratorConnector, of_trainer.DDPStrategy)):
+        strategy = connector(accelerator="cpu", devices=2, strategy="ddp_spawn").strategy
+        assert (type(strategy), strategy._start_method) == (kind, "spawn")
+
+
+def test_names_that_strategies_of_programs_import(tmp_path: Path) -> None:
+    from lightning.fabric.plugins import Precision
+    from lightning.fabric.strategies.strategy import TBroadcast, TReduce
+    from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype
+    from lightning.pytorch.core.saving import save_hparams_to_tags_csv
+    from lightning.pytorch.strategies.strategy import TBroadcast as OfTrainer
+    from lightning.pytorch.utilities.types import LRScheduler
+
+    assert (TBroadcast.__name__, TReduce.__name__, OfTrainer.__name__) == ("TBroadcast", "TReduce", "TBroadcast")
+    assert LRScheduler is torch.optim.lr_scheduler.LRScheduler
+    assert _plugin_to_compute_dtype(Precision()) == torch.float32
+    with refused(RuntimeError, says="Missing folder"):
+        save_hparams_to_tags_csv(tmp_path / "absent" / "hparams.csv", {"lr": 1})

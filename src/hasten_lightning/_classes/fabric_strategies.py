@@ -10,7 +10,7 @@ from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning._classes.strategies import OWN_NAMES, options_of_ddp
 from hasten_lightning.facades import Facade, accepted, exactly
 from hasten_lightning.machine.strategy_methods import FabricFolderMethods, FabricMethods, FabricShardedMethods
-from hasten_lightning.utilities.enums import Registry, strategies_by_name
+from hasten_lightning.utilities.enums import StrategyNames, strategies_by_name
 from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class XLAFSDPStrategy(FabricMethods, xla.XLAFSDPStrategy, metaclass=Facade):
 
 
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-StrategyRegistry = Registry(
-    "strategy",
+StrategyRegistry = StrategyNames(
     strategies_by_name(
         (*FACADES, SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy),
         rf"{OWN_NAMES}|single_device|ddp_find_unused_parameters_false|ddp_\w+_find_unused_\w+",

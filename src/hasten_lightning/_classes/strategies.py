@@ -13,7 +13,7 @@ from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning.facades import Facade, accepted, exactly, show_signature
 from hasten_lightning.machine.strategy_methods import TrainerFolderMethods, TrainerMethods, TrainerShardedMethods
-from hasten_lightning.utilities.enums import Registry, strategies_by_name
+from hasten_lightning.utilities.enums import StrategyNames, strategies_by_name
 from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class XLAStrategy(TrainerMethods, xla.XLAStrategy, metaclass=Facade):
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 # Names that Lightning does not register; hasten takes them all the same.
 OWN_NAMES = "fsdp2|ddp_sharded.*"
-StrategyRegistry = Registry(
-    "strategy",
+StrategyRegistry = StrategyNames(
     strategies_by_name(
         (*FACADES, SingleDeviceXLAStrategy, XLAStrategy),
         f"{OWN_NAMES}|xla_fsdp|deepspeed_stage_1_offload",

@@ -14,6 +14,9 @@ from hasten.runtime import ReadOnly
 from hasten.seed import set_deterministic
 from hasten.strategies.base import Strategy
 from hasten.strategies.parallel import ParallelStrategy
+from hasten_lightning._classes import fabric_strategies, strategies
+from hasten_lightning._classes.strategies import as_facade
+from hasten_lightning.facades import Facade
 from hasten_lightning.internals.devices import select_auto_accelerator
 from hasten_lightning.utilities.exceptions import MisconfigurationException
 
@@ -43,6 +46,8 @@ class AcceleratorConnector:
 
     """
 
+    _facades: tuple[Facade, ...] = strategies.FACADES
+
     def __init__(
         self,
         devices: Devices = "auto",
@@ -60,6 +65,7 @@ class AcceleratorConnector:
         set_deterministic(deterministic, benchmark=benchmark)
         names = ("devices", "num_nodes", "accelerator", "strategy", "plugins", "precision", "sync_batchnorm")
         self._show(resolve.runtime(**{name: given[name] for name in names}), given)
+        as_facade(self.strategy, self._facades)
 
     @classmethod
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
@@ -135,6 +141,8 @@ class AcceleratorConnector:
 
 class FabricConnector(AcceleratorConnector):
     """The devices, strategy and precision of a Fabric with these arguments; nothing is started."""
+
+    _facades = fabric_strategies.FACADES
 
     def __init__(
         self,

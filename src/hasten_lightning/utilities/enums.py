@@ -126,6 +126,28 @@ class Registry(dict[str, dict[str, Any]]):
         self._made.pop(name.lower(), None)
 
 
+class StrategyNames(Registry):
+    """The names of strategies; none without arguments."""
+
+    def __init__(
+        self,
+        names: Mapping[str, tuple[Any, dict[str, Any]]] | None = None,
+        made: dict[str, Callable[[], Any]] | None = None,
+    ) -> None:
+        super().__init__("strategy", names or {}, {} if made is None else made)
+
+
+class AcceleratorNames(Registry):
+    """The names of accelerators; none without arguments."""
+
+    def __init__(
+        self,
+        names: Mapping[str, tuple[Any, dict[str, Any]]] | None = None,
+        made: dict[str, Callable[[], Any]] | None = None,
+    ) -> None:
+        super().__init__("accelerator", names or {}, {} if made is None else made)
+
+
 def _loaded(name: str) -> Any:
     return load("hasten.strategies", name, purpose=f"strategy={name!r}")
 
@@ -161,12 +183,11 @@ def strategies_by_name(
     return named
 
 
-AcceleratorRegistry = Registry(
-    "accelerator",
+AcceleratorRegistry = AcceleratorNames(
     {kind.name(): (kind, {}) for kind in (*ACCELERATORS.values(), *added_accelerators().values())},
     REGISTERED_ACCELERATORS,
 )
-StrategyRegistry = Registry("strategy", strategies_by_name(), REGISTERED_STRATEGIES)
+StrategyRegistry = StrategyNames(strategies_by_name(), REGISTERED_STRATEGIES)
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]

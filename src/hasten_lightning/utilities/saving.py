@@ -72,10 +72,14 @@ def save_hparams_to_yaml(
 ) -> None:
     """Write hyper-parameters as plain values to a YAML file; raise ``RuntimeError`` if its folder is missing."""
     path = os.fspath(config_yaml)
+    _check_folder(path, "save_hparams_to_yaml")
+    write_hparams(path, as_dict(hparams))
+
+
+def _check_folder(path: str, owner: str) -> None:
     folder = os.path.dirname(path) or "."
     if not get_filesystem(path).isdir(folder):
-        raise RuntimeError(f"save_hparams_to_yaml({path!r}): Missing folder: {folder}.")
-    write_hparams(path, as_dict(hparams))
+        raise RuntimeError(f"{owner}({path!r}): Missing folder: {folder}.")
 
 
 def load_hparams_from_tags_csv(tags_csv: PathLike) -> dict[str, Any]:
@@ -108,8 +112,10 @@ def _named(path: PathLike) -> Iterator[None]:
 
 
 def save_hparams_to_tags_csv(tags_csv: PathLike, hparams: Mapping[str, Any] | Namespace) -> None:
-    """Write hyper-parameters to a CSV file with the columns key and value."""
-    with get_filesystem(tags_csv).open(os.fspath(tags_csv), "w", newline="", encoding="utf-8") as file:
+    """Write hyper-parameters to a CSV file with the columns key and value; its folder must be there."""
+    path = os.fspath(tags_csv)
+    _check_folder(path, "save_hparams_to_tags_csv")
+    with get_filesystem(path).open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["key", "value"])
         writer.writeheader()
         writer.writerows({"key": key, "value": plain(value)} for key, value in as_dict(hparams).items())

@@ -29,6 +29,10 @@ if torch.distributed.is_available():
 else:  # pragma: no cover - a build of torch without it
     ProcessGroup = ReduceOp = object  # type: ignore[misc,assignment]
 
+# What strategies exchange between processes.
+TBroadcast = TypeVar("TBroadcast")
+TReduce = TypeVar("TReduce")
+
 # What a step returns, and what a run gives back.
 STEP_OUTPUT = StepOutput
 _NUMBER = int | float
