@@ -259,3 +259,35 @@ def test_averaging_that_a_checkpoint_does_not_have_is_a_warning(tmp_path: Path) 
     second = pl.Trainer(**{**QUIETLY, "max_epochs": 2}, callbacks=[WeightAveraging()])
     with warned(UserWarning, says="The checkpoint was not created with WeightAveraging"):
         second.fit(BoringModel(), ckpt_path=tmp_path / "first.ckpt")
+
+
+def test_errors_of_helpers_have_the_words_that_tests_of_programs_compare() -> None:
+    import torch
+    from lightning.fabric.utilities import device_parser, init
+    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+    from lightning.fabric.utilities.data import has_len
+    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.utilities.data import extract_batch_size
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.parsing import lightning_getattr
+
+    bare = torch.nn.Module()
+    bare.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+    calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, "does not contain a single element", lambda: convert_tensors_to_scalars(torch.ones(2))),
+        (MisconfigurationException, "could not infer the batch_size", lambda: extract_batch_size("abc")),
+        (RuntimeError, "Cannot set the dtype", lambda: setattr(_DeviceDtypeModuleMixin(), "dtype", torch.half)),
+        (TypeError, "Expected `torch.nn.Module`", lambda: init._has_meta_device_parameters_or_buffers([])),
+        (TypeError, "`Module.reset_parameters` method", lambda: init._materialize_meta_tensors(bare, "cpu")),
+        (AttributeError, "neither stored in the model namespace", lambda: lightning_getattr(BoringModel(), "depth")),
+    ]
+    for kind, words, call in calls:
+        with refused(kind, says=words):
+            call()
+    with refused(MisconfigurationException, "gpus", says="requested but none are available"):
+        device_parser._parse_gpu_ids(-1)
+    with warned(UserWarning, says="`list` returned 0 length"):
+        has_len([])
+    with warned(UserWarning, says="ambiguous collection"):
+        extract_batch_size([torch.ones(2), torch.ones(3)])

@@ -128,7 +128,7 @@ def test_batches_and_loaders() -> None:
     assert data.sized_len(endless) is None
     assert not data.has_len(endless)
     assert data.has_len_all_ranks([1], hasten.Trainer(logger=False, enable_checkpointing=False).strategy)
-    with pytest.warns(UserWarning, match="the list is empty"):
+    with pytest.warns(UserWarning, match="returned 0 length"):
         assert data.has_len([])
 
     class Counted(Endless):

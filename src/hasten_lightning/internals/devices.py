@@ -53,7 +53,7 @@ def parse_gpu_ids(gpus: _GPUs, include_cuda: bool = False, include_mps: bool = F
     present = all_available_gpus(include_cuda, include_mps)
     indices = None if wanted is None else normalize_parse_gpu_input_to_list(wanted, include_cuda, include_mps)
     if not indices:
-        raise MisconfigurationException(f"gpus={gpus!r}: GPUs were requested, but none are available.", argument="gpus")
+        raise MisconfigurationException(f"gpus={gpus!r}: GPUs requested but none are available.", argument="gpus")
     # With torchrun, a process may see only the GPU that it is to use.
     launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
     if launched and len(indices) > 1 and len(present) == 1:
@@ -187,7 +187,7 @@ def has_meta_device_parameters_or_buffers(obj: nn.Module | Optimizer, recurse: b
     elif isinstance(obj, nn.Module):
         tensors = chain(obj.parameters(recurse), obj.buffers(recurse))
     else:
-        raise TypeError(f"use a torch.nn.Module or a torch.optim.Optimizer, not {type(obj).__name__}")
+        raise TypeError(f"Expected `torch.nn.Module` or `torch.optim.Optimizer`, got: {type(obj).__name__}")
     return any(tensor.is_meta for tensor in tensors)
 
 
@@ -210,8 +210,9 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
             continue
         reset = getattr(part, "reset_parameters", None)
         if not callable(reset):
-            what = f"{type(part).__name__} has tensors on the meta device:"
-            fix = "write its reset_parameters(), which gives them their initial values."
+            name = type(part).__name__
+            what = f"{name} has tensors on the meta device, so its `{name}.reset_parameters` method is needed."
+            fix = "Write it: it gives them their initial values."
             raise make_error(TypeError, what, fix=fix)
         part.to_empty(device=device, recurse=False)
         reset()

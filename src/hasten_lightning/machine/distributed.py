@@ -35,7 +35,7 @@ def init_dist_connection(
 
     """
     if not dist.is_available():
-        raise make_error(RuntimeError, "this build of torch has no torch.distributed:", fix="use devices=1.")
+        raise make_error(RuntimeError, "torch.distributed is not available here:", fix="use devices=1.")
     if collectives.joined():
         return
     rank = cluster_environment.global_rank() if global_rank is None else global_rank

@@ -87,7 +87,7 @@ def convert_tensors_to_scalars(data: Batch) -> Batch:
     def number(tensor: Tensor) -> float:
         if tensor.numel() != 1:
             raise ValueError(
-                f"Only a tensor of one element becomes a number, not one of shape {tuple(tensor.shape)}. "
+                f"A tensor of shape {tuple(tensor.shape)} does not contain a single element, so it is no number. "
                 "Reduce it first, for instance with .mean()."
             )
         return tensor.item()
@@ -109,12 +109,12 @@ def extract_batch_size(batch: Batch) -> int:
     map_tensors(tensors.append, batch)
     if not tensors:
         raise MisconfigurationException(
-            f"the batch size cannot be read from a {type(batch).__name__}. Write self.log(..., batch_size=...)."
+            f"We could not infer the batch_size from a {type(batch).__name__}. Write self.log(..., batch_size=...)."
         )
     if len({tensor.shape[:1] for tensor in tensors}) > 1:
         rank_zero_warn(
-            f"the batch size is ambiguous, because the tensors of the {type(batch).__name__} have different first "
-            f"dimensions; {size} is used. Write self.log(..., batch_size=...)."
+            f"Trying to infer the `batch_size` from an ambiguous collection: the tensors of the {type(batch).__name__} "
+            f"have different first dimensions; {size} is used. Write self.log(..., batch_size=...)."
         )
     return size
 
@@ -136,7 +136,7 @@ def has_len(dataloader: Iterable[Any]) -> bool:
     """Return whether a loader has a length; warn if it is 0, or if an ``IterableDataset`` defines it."""
     length = sized_len(dataloader)
     if length == 0:
-        rank_zero_warn(f"the {type(dataloader).__name__} is empty: it has no batches.")
+        rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length: it has no batches.")
     if length is not None:
         _warn_of_iterable_length(dataloader)
     return length is not None

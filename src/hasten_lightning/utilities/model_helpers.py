@@ -109,7 +109,7 @@ class DeviceDtypeMixin(nn.Module):
 
     @dtype.setter
     def dtype(self, new_dtype: str | torch.dtype) -> None:
-        raise make_error(RuntimeError, "module.dtype is not assigned.", fix=f"Write module.to({new_dtype}).")
+        raise make_error(RuntimeError, "Cannot set the dtype explicitly.", fix=f"Write module.to({new_dtype}).")
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:

@@ -110,7 +110,8 @@ def _holders(model: Any, attribute: str, *, needed: bool = False) -> list[Any]:
             found.append(hparams)
     if needed and not found:
         raise AttributeError(
-            f"neither the {type(model).__name__} nor its hyper-parameters nor its datamodule have {attribute!r}."
+            f"{type(model).__name__}: {attribute!r} is neither stored in the model namespace nor the `hparams` "
+            "namespace/dict, nor the datamodule."
         )
     return found
 
