@@ -414,6 +414,7 @@ def test_a_program_decides_which_of_its_optimizers_count() -> None:
             if batch_idx < 2:
                 second._on_before_step = lambda: self.calls.append(f"before {batch_idx}")
                 second._on_after_step = lambda: self.calls.append(f"after {batch_idx}")
+                assert callable(second._on_after_step)
             for optimizer in (first, second):
                 optimizer.zero_grad()
                 self.manual_backward(self.loss(batch))

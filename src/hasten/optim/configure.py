@@ -398,6 +398,10 @@ def no_accumulation(optimizer: Optimizer, argument: str) -> MisconfigurationExce
     )
 
 
+# What a program has a step do, by Lightning's names.
+_AROUND_STEP = ("_on_before_step", "_on_after_step")
+
+
 class HastenOptimizer:
     """An optimizer for manual optimization: ``step`` counts, and uses the precision of the run.
 
@@ -419,8 +423,7 @@ class HastenOptimizer:
         self.optimizer = optimizer
         self._step = optimizer.step if step is None else step
         self._toggled = toggled
-        # What a program has a step do, by Lightning's names. Lightning counts a step in the second; the program's takes
-        # its place in the batch in which it is set.
+        # Lightning counts a step in the second; the program's takes its place in the batch in which it is set.
         self.around_step: dict[str, Callable[[], object]] = {}
 
     @property
@@ -470,11 +473,13 @@ class HastenOptimizer:
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name in _AROUND_STEP and name in self.around_step:
+            return self.around_step[name]
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A scheduler created with this wrapper replaces this wrapper's step, not the step of the optimizer inside.
-        if name in ("_on_before_step", "_on_after_step"):
+        if name in _AROUND_STEP:
             self.around_step[name] = value
         elif name in ("optimizer", "_step", "_toggled", "around_step", "step"):
             object.__setattr__(self, name, value)
