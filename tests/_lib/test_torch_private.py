@@ -204,6 +204,17 @@ def test_fused_optimizers_unscale() -> None:
     assert torch_private.unscales_itself(plain)
 
 
+def test_momentum_of_a_fused_step_begins_at_zero() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.5, fused=True)
+    torch_private.begin_momentum_at_zero(optimizer)
+    for trained in (weights[:1], weights):
+        sum(trained, torch.zeros(1)).backward()
+        optimizer.step()
+    assert optimizer.state[weights[0]]["momentum_buffer"].item() == 2.5
+    assert optimizer.state[weights[1]]["momentum_buffer"].item() == 1
+
+
 class Asking(Dataset[Any]):
     def __len__(self) -> int:
         return 2

@@ -117,6 +117,43 @@ def test_a_scaler_leaves_out_infinite_steps_of_a_fused_optimizer() -> None:
     assert not torch.equal(layer.weight, before)
 
 
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_momentum_begins_after_steps_that_a_scaler_skips(by_argument: bool) -> None:
+    plugin = L.plugins.MixedPrecision("16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    plugin.device = "cpu"
+    fabric = L.Fabric(accelerator="cpu", plugins=plugin, fused_optimizer=True if by_argument else None)
+    layer = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model, wrapped = fabric.setup(layer, optimizer)
+    fabric.backward(model(torch.full((2, 4), float("inf"))).sum())
+    wrapped.step()
+    assert all(not state["momentum_buffer"].any() for state in optimizer.state.values()), "the step was skipped"
+    wrapped.zero_grad()
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    wrapped.step()
+    assert torch.equal(optimizer.state[layer.weight]["momentum_buffer"], torch.full((1, 4), 2.0))
+
+
+class Thawed(Trained):
+    def on_train_epoch_start(self) -> None:
+        self.layers[0].requires_grad_(self.current_epoch > 0)
+
+
+def test_layers_that_are_thawed_later_get_their_momentum() -> None:
+    def trained(**arguments: Any) -> nn.Module:
+        torch.manual_seed(0)
+        module = Thawed("sgd")
+        quiet(max_epochs=3, **arguments).fit(module, loader())
+        return module
+
+    assert_close(trained(fused_optimizer=True), trained())
+
+
+class Dampened(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+
 class Rms(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.RMSprop(self.parameters())
@@ -153,6 +190,7 @@ SPARSE = "a fused SGD cannot take sparse gradients, and table is EmbeddingBag\\(
     [
         (Rms, "torch has no fused RMSprop; it has Adagrad, Adam, AdamW, SGD"),
         (Own, "torch has no fused MyAdam"),
+        (Dampened, "a fused SGD with dampening cannot begin the momentum"),
         (Words, SPARSE),
     ],
 )

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.optim import SGD
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -204,6 +205,30 @@ def set_fused(optimizer: Any, fused: bool) -> None:
     """Tell a ``GradScaler`` and the optimizer itself whether its steps are fused: such a step unscales by itself."""
     optimizer._step_supports_amp_scaling = fused
     optimizer._need_device_dtype_check_for_fused = True
+
+
+def begin_momentum_at_zero(optimizer: SGD) -> None:
+    """Give parameters that have no momentum yet a buffer of zeros before a fused step, which then is the same.
+
+    torch leaves these buffers to the kernel, which fills them in the first step of a group alone: one that a
+    ``GradScaler`` skips leaves in them what the memory held, and parameters that are trained later have none.
+    """
+    if "_init_group" in vars(optimizer):
+        return
+    collect, owner = type(optimizer)._init_group, weakref.proxy(optimizer)
+
+    def collect_with_momentum(
+        group: dict[str, Any], params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None]
+    ) -> Any:
+        has_sparse_gradients = collect(owner, group, params, grads, buffers)
+        # With dampening the first step has another factor, which the kernel knows alone.
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
+            for index, buffer in enumerate(buffers):
+                if buffer is None:
+                    buffers[index] = torch.zeros_like(grads[index])
+        return has_sparse_gradients
+
+    vars(optimizer)["_init_group"] = collect_with_momentum
 
 
 def chained_schedulers(scheduler: object) -> list[Any]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.errors import make_error, with_article
 from hasten._lib.names import did_you_mean, explain_absent_names, without_unknown
 from hasten._lib.observers import set_during
@@ -511,6 +511,8 @@ class Fabric(RuntimeView):
                 check_dense(optimizer, modules, "Fabric(fused_optimizer=True)")
             if fused is not None:
                 use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
+            if isinstance(optimizer, SGD) and optimizer.defaults.get("fused"):
+                torch_private.begin_momentum_at_zero(optimizer)
             self._runtime.engine.check_optimizer(optimizer, "Fabric")
         if self._runtime.several_processes and optimizers:
             schedulers = [] if scheduler is None else [scheduler]

@@ -482,6 +482,8 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
         _move_state(optimizer)
         if fused is not None:
             _fuse(run, optimizer, fused)
+        if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
+            torch_private.begin_momentum_at_zero(optimizer)
         run.runtime.engine.check_optimizer(optimizer, "Trainer")
         if isinstance(optimizer, InBackward):
             run.undo.callback(optimizer.stop)

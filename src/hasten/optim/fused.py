@@ -68,6 +68,8 @@ def use_fused(optimizer: Optimizer, fused: bool = True, *, owner: str = "use_fus
         optimizer.register_state_dict_post_hook(_with_own_flags)
         optimizer.register_load_state_dict_post_hook(_after_load)
     _switch(optimizer, fused)
+    if fused and isinstance(optimizer, SGD):
+        torch_private.begin_momentum_at_zero(optimizer)
 
 
 def on_several_meshes(parameters: Iterable[Tensor]) -> bool:
@@ -95,9 +97,8 @@ def why_not_fused(optimizer: Optimizer) -> Parts | None:
         why = ": on a GPU torch updates parameters in few kernels by itself (foreach)" if by_itself else ""
         return Parts(f"torch has no fused {kind.__name__}; it has {known}.", f"Leave fused_optimizer out{why}.")
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            what = f"a fused {kind.__name__} cannot be differentiated."
-            return Parts(what, "Leave differentiable or fused_optimizer out.")
+        if (unfit := _unfit_option(kind.__name__, group)) is not None:
+            return unfit
         if on_several_meshes(group["params"]):
             return Parts(
                 f"a fused {kind.__name__} needs parameters that are all split over the same processes, and some here "
@@ -115,6 +116,16 @@ def why_not_fused(optimizer: Optimizer) -> Parts | None:
                     f"{', '.join(device.upper() for device in _DEVICES[base])}.",
                     _LEAVE,
                 )
+    return None
+
+
+def _unfit_option(name: str, group: dict[str, Any]) -> Parts | None:
+    """Return which option of a group a fused optimizer of this name cannot have, and what to write."""
+    if group.get("differentiable"):
+        return Parts(f"a fused {name} cannot be differentiated.", "Leave differentiable or fused_optimizer out.")
+    if group.get("momentum") and group.get("dampening"):
+        what = f"a fused {name} with dampening cannot begin the momentum of layers that are unfrozen later."
+        return Parts(what, "Leave dampening or fused_optimizer out.")
     return None
 
 
