@@ -258,6 +258,17 @@ def test_within_a_fit_the_steps_of_evaluations_go_on() -> None:
     assert [step for step, row in logger.rows if "v" in row] == [0, 1], "a call of its own begins at 0"
 
 
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_end"])
+def test_a_validation_inside_of_a_validation_of_the_same_trainer_is_refused(hook: str) -> None:
+    def validate(trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
+        trainer.validate(module, loader(8), verbose=False)
+
+    callback = L.Callback()
+    setattr(callback, hook, validate)
+    with refused(RuntimeError, says="inside of a validate loop", fix="of its own"):
+        quiet(callbacks=callback, max_epochs=1, num_sanity_val_steps=0).fit(Classifier(), loader(8), loader(8))
+
+
 def test_an_evaluation_that_failed_leaves_no_value_for_the_next() -> None:
     class Fails(Classifier):
         failing = True

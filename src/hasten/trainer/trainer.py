@@ -266,7 +266,7 @@ class Trainer(TrainerView):
         self._module: LightningModule | None = None
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
-        self._inside_fit = False
+        self._inside: TrainerFn | None = None
         self._ckpt_path: str | None = None
         self._assigned_path: str | None = None
         self._received_sigterm = False
@@ -575,9 +575,14 @@ class Trainer(TrainerView):
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         callbacks = [require_callback("Trainer.callbacks", each) for each in self._callbacks]
         check_signatures(module, datamodule, callbacks)
-        if fn is TrainerFn.FITTING and self._inside_fit:
+        if fn is TrainerFn.FITTING and self._inside is fn:
             what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
             raise make_error(RuntimeError, what, fix="Call it after the first one, or with a Trainer of its own.")
+        evaluates = (TrainerFn.VALIDATING, TrainerFn.TESTING)
+        if fn in evaluates and self._inside is not None and self.state.stage is FIRST_STAGE[fn]:
+            name = fn.value
+            what = f"Trainer.{name}() is called inside of a {name} loop of the same Trainer: their values would mix."
+            raise make_error(RuntimeError, what, fix="Call it in a hook of training, or with a Trainer of its own.")
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         # Until the next fit, programs see that the last one was stopped.
         self._should_stop = self._should_stop and fn is not TrainerFn.FITTING
@@ -587,7 +592,7 @@ class Trainer(TrainerView):
         if not joined():
             # Copies of this process inherit it, and the program continues with it.
             parts.settle_loggers(self._loggers, self._runtime)
-        before, self._inside_fit = self._inside_fit, fn is TrainerFn.FITTING
+        before, self._inside = self._inside, fn
         try:
             result: Result = self._runtime.launch(
                 self._in_process, loaders, ckpt_path, weights_only, body, trainer=self
@@ -600,7 +605,7 @@ class Trainer(TrainerView):
             shorten(error)
             raise
         finally:
-            self._inside_fit = before
+            self._inside = before
 
     def _in_process(
         self,
