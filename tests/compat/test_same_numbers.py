@@ -345,6 +345,30 @@ def test_a_second_fit_begins_the_loader_twice() -> None:
     assert model.seen == expected + begun(loader)
 
 
+class Shuffled:
+    """A loader of its own kind, which draws its order when it is iterated over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(4).float().view(4, 1, 1))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_loader_of_the_program_s_own_is_iterated_over_once_before_the_first_epoch() -> None:
+    model, loader = Orders(), Shuffled()
+    trainer = quiet(max_epochs=2)
+    L.seed_everything(0, verbose=False)
+    trainer.fit(model, loader, Shuffled())
+    L.seed_everything(0, verbose=False)
+    expected = []
+    iter(loader)
+    for _ in range(2):
+        expected += begun(loader)
+        iter(Shuffled())  # For the validation; the sanity check changes no random numbers.
+    assert model.seen == expected
+
+
 def test_the_estimate_of_steps_begins_the_loader() -> None:
     class Estimates(Draws):
         def configure_optimizers(self) -> Any:

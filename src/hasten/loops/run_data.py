@@ -406,6 +406,7 @@ class StageData:
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )
+            self._iterate_in_vain(loader)
             if self._in_lightnings_order:
                 prepared = in_lightnings_order(prepared, **self._in_lightnings_order, shuffle=not self._overfit)
             if self._process is not None:
@@ -430,6 +431,11 @@ class StageData:
         combined = copy.copy(loader)
         combined.flattened = [stream.loader for stream in streams]
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
+
+    def _iterate_in_vain(self, loader: Any) -> None:
+        """Draw the random numbers that Lightning draws when it gets a loader that is no ``DataLoader``."""
+        if self._conventions.opens_loaders_late and not isinstance(loader, DataLoader):
+            iter(loader)
 
     def _allows_empty(self) -> bool:
         owners = [owner for owner in (self.datamodule, self._module) if owner is not None]
