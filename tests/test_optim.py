@@ -229,6 +229,19 @@ def test_monitor_beside_the_scheduler() -> None:
         assert rates(kind) == [1.0] * 8 + [0.5] * 4 + [0.25]
 
 
+def test_a_frequency_beside_the_scheduler_is_named() -> None:
+    def make(optimizer: Any, frequency: int) -> Any:
+        scheduler = lr_scheduler.StepLR(optimizer, 4, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "frequency": frequency}
+
+    line = '{"scheduler": scheduler, "frequency": 3}'
+    with warned(RuntimeWarning, says="'frequency' beside the scheduler", fix=line):
+        every = rates(lambda optimizer: make(optimizer, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert rates(lambda optimizer: make(optimizer, 1)) == every
+
+
 class Own:
     """A scheduler that is none of torch's."""
 

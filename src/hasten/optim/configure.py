@@ -117,9 +117,10 @@ def _is_nothing(configured: object, automatic: bool) -> bool:
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
     optimizers, schedulers = [], []
     for item in items:
-        if (misplaced := [key for key in item if key in ("interval", "strict", "reduce_on_plateau")]) and (
-            "lr_scheduler" in item
-        ):
+        misplaced = [key for key in item if key in ("interval", "strict", "reduce_on_plateau")]
+        if item.get("frequency", 1) != 1:  # Programs for Lightning 1.x say with 1 that optimizers take turns.
+            misplaced.append("frequency")
+        if misplaced and "lr_scheduler" in item:
             what = f"{where} returned a dict with the key {misplaced[0]!r} beside the scheduler, where it is ignored."
             fix = f'Write "lr_scheduler": {{"scheduler": scheduler, "{misplaced[0]}": {item[misplaced[0]]!r}}}.'
             rank_zero_warn(what, fix=fix, category=RuntimeWarning)
