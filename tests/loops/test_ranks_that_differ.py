@@ -19,7 +19,7 @@ import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.machine import agreement
 from tests.models import loader, quiet
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 class Model(L.LightningModule):
@@ -378,15 +378,15 @@ def test_ten_values_cost_one_collective_a_flush_and_none_in_between() -> None:
         two(model, max_epochs=3, log_every_n_steps=2)
     finally:
         torch.distributed.all_reduce, agreement.exchange = reduce, exchange
-    # Five batches an epoch. Those of three numbers, and before each epoch of six, agree on whether and where to stop,
-    # those of nine also on the times of both ranks;
-    # those of four on what a validation has logged.
+    # Five batches an epoch. Those of three numbers agree on whether and where to stop, those of eight before each epoch
+    # also on steps and learning rates, those of nine also on the times of both ranks;
+    # those of four on what a validation has logged, and at the end on steps and learning rates.
     of_values = [(batch, size) for batch, size in collectives if size >= 10]
     flushes = [(batch, 10) for batch in (2, 4, 6, 8, 10, 12, 14)]
     # The last step's values and the means (sums and weights) at the end of an epoch.
     ends = [(batch, size) for batch in (5, 10, 15) for size in (10, 20)]
     assert sorted(of_values) == sorted(flushes + ends)
-    assert {size for _, size in collectives if size < 10} <= {3, 4, 6, 9}
+    assert {size for _, size in collectives if size < 10} <= {3, 4, 8, 9}
     # Names are compared the first time that they are reduced.
     assert exchanges == [2, 5, 5]
 
@@ -466,3 +466,27 @@ def first(step: int) -> float:
 
 def second(step: int) -> float:
     return 0.5
+
+
+class SetsRate(L.Callback):
+    """Divides the learning rate by 10 after an epoch, on rank 0 alone."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 0 and trainer.current_epoch == self.epoch:
+            trainer.optimizers[0].param_groups[0]["lr"] /= 10
+
+
+@pytest.mark.world_size(2)
+def test_a_learning_rate_that_one_process_has_set_ends_the_run_and_after_the_last_step_it_is_warned_of() -> None:
+    says = ("lr of group 0 of optimizer 0", "0.01 on rank 0", "0.1 on rank 1")
+    with refused(RuntimeError, fix="sync_dist=True", says=says):
+        two(Model(), callbacks=[SetsRate(0)], max_epochs=2)
+    # The first process alone shows warnings.
+    if os.environ["LOCAL_RANK"] == "0":
+        with warned(UserWarning, fix="sync_dist=True", says=says):
+            two(Model(), callbacks=[SetsRate(1)], max_epochs=2)
+    else:
+        two(Model(), callbacks=[SetsRate(1)], max_epochs=2)

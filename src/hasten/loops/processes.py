@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from hasten._lib.device import synchronize
 from hasten._lib.errors import make_error
-from hasten._lib.rank_zero import warn_once
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.extend.origin import comes_from, module_of
 from hasten.loops.schedule import Stopped, warn_of_idle_schedulers
 from hasten.machine import agreement, same_program, watchdog
@@ -145,12 +147,10 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     length = -1.0 if end is None else min(end, _INFINITE)
     asks = run.limits.should_stop or run.limits.stop.asks
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
-    steps = float(run.progress.global_step)
-    numbers = torch.tensor([length, -length, train.limits[0], -float(asks), steps, -steps], dtype=torch.float64)
-    agreed = run.runtime.all_reduce(numbers, op="min").tolist()
-    fewest, minus_most, train.agreed_limit, nobody_asks, fewest_steps, minus_most_steps = agreed
-    if fewest_steps != -minus_most_steps:
-        _say_steps(run)
+    numbers = torch.tensor([length, -length, train.limits[0], -float(asks), *_of_steps(run)], dtype=torch.float64)
+    fewest, minus_most, train.agreed_limit, nobody_asks, *of_steps = run.runtime.all_reduce(numbers, op="min").tolist()
+    if _rates_differ(run, of_steps):
+        raise make_error(RuntimeError, _text_of_rates(run), fix=_SAME_RATES)
     run.limits.stop.granted = nobody_asks < 0
     run.limits.apply_agreement()
     if fewest < 0:
@@ -166,30 +166,70 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
 
 
 def check_steps(run: Run) -> None:
-    """Check at the end of a run that all processes made as many steps, and warn of schedulers that made none.
+    """Check at the end of a run that all processes made the same steps, and warn of schedulers that made none.
 
     ``agree_on_end`` compares the processes before each epoch.
     """
-    # Steps that hasten takes itself happen on all processes.
-    if run.module.automatic_optimization:
+    if not run.module.automatic_optimization:
+        warn_of_idle_schedulers(run)
+    if not run.runtime.several_processes:
         return
-    warn_of_idle_schedulers(run)
+    smallest = run.runtime.all_reduce(torch.tensor(_of_steps(run), dtype=torch.float64), op="min").tolist()
+    if _rates_differ(run, smallest):
+        # They may have changed after the last step.
+        rank_zero_warn(_text_of_rates(run), fix=_SAME_RATES)
+
+
+def _of_steps(run: Run) -> list[float]:
+    """Return the number of steps and a digest of the learning rates, each with its negative."""
     steps = float(run.progress.global_step)
-    fewest, minus_most = run.runtime.all_reduce(torch.tensor([steps, -steps], dtype=torch.float64), op="min").tolist()
+    digest = float(zlib.crc32(json.dumps(_learning_rates(run)).encode()))
+    return [steps, -steps, digest, -digest]
+
+
+def _rates_differ(run: Run, smallest: Sequence[float]) -> bool:
+    """Return whether learning rates differ, by the smallest numbers of all processes; raise where numbers of steps do.
+
+    The numbers are those of ``_of_steps``: the smallest of a number and of its negative tell whether all are equal.
+    """
+    fewest, minus_most, first_digest, minus_last_digest = smallest
     if fewest != -minus_most:
-        _say_steps(run)
+        told = _by_rank(run.runtime.strategy.gather_objects(run.progress.global_step))
+        raise make_error(
+            RuntimeError,
+            f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their "
+            "weights are not the same any more.",
+            fix="Call optimizer.step() for the same batches on all processes.",
+        )
+    return first_digest != -minus_last_digest
 
 
-def _say_steps(run: Run) -> None:
-    counts = run.runtime.strategy.gather_objects(run.progress.global_step)
-    found = same_program.by_value(counts)
-    told = " and ".join(f"{count} on {agreement.format_ranks(ranks)}" for count, ranks in found[:_MOST_RANKS])
-    raise make_error(
-        RuntimeError,
-        f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their "
-        "weights are not the same any more.",
-        fix="Call optimizer.step() for the same batches on all processes.",
+_SAME_RATES = "Set it on all processes. If it follows from a logged value, log that with self.log(..., sync_dist=True)."
+
+
+def _learning_rates(run: Run) -> dict[str, float]:
+    # A tensor would have to be read from the device.
+    return {
+        f"lr of group {position} of optimizer {index}": float(group["lr"])
+        for index, optimizer in enumerate(run.optimizers)
+        for position, group in enumerate(optimizer.param_groups)
+        if isinstance(group.get("lr"), (int, float))
+    }
+
+
+def _text_of_rates(run: Run) -> str:
+    """Return which learning rate differs between the processes; all of them call it."""
+    rates = run.runtime.strategy.gather_objects(_learning_rates(run))
+    name = next(name for name in rates[0] if len({each.get(name) for each in rates}) > 1)
+    return (
+        f"Trainer.fit(): {name} is {_by_rank([each.get(name) for each in rates])}. Steps with different learning rates "
+        "leave each process with other weights."
     )
+
+
+def _by_rank(values: list[Any]) -> str:
+    found = same_program.by_value(values)
+    return " and ".join(f"{value} on {agreement.format_ranks(ranks)}" for value, ranks in found[:_MOST_RANKS])
 
 
 def batch_by_batch(run: Run, batches: Batches) -> Batches:
