@@ -20,6 +20,7 @@ from hasten.fabric import is_wrapped
 from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer
 from hasten.plugins import MixedPrecision
 from tests.models import quiet
+from tests.programs import fork_python
 from tests.refusals import refused, warned
 
 
@@ -502,6 +503,45 @@ def test_callbacks_are_called_with_what_they_take() -> None:
     assert notes.seen == [(1, 0.5), {"a": 1, "b": 2}, "FabricModule", "SGD"]
 
 
+def test_a_misspelt_method_of_a_callback_is_answered_by_the_nearest() -> None:
+    fabric = L.Fabric(accelerator="cpu", callbacks=[L.Callback(), object()])
+    with warned(UserWarning, fix="'on_train_start'", says="on_train_strat"):
+        fabric.call("on_train_strat")
+    fabric.call("on_train_step_start")
+
+
+LOOP = """
+import torch, hasten
+
+def train(clear):
+    fabric, model = hasten.Fabric(accelerator="cpu"), torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        clear(model)
+
+def by_data(model):
+    for parameter in model.parameters():
+        parameter.grad.data.CLEAR()
+
+def by_none(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+for clear in (by_none, by_data, lambda model: None):
+    train(clear)
+"""
+
+
+def test_a_loop_that_never_sets_gradients_to_zero_is_told_so(tmp_path: Path) -> None:
+    said = "Call optimizer.zero_grad() before fabric.backward(loss)."
+    program = tmp_path / "train.py"
+    for clear, times in (("abs_", 1), ("zero_", 0)):
+        program.write_text(LOOP.replace("CLEAR", clear))
+        assert fork_python(program).stderr.count(said) == times
+
+
 def test_values_reach_every_logger_as_numbers(fabric: L.Fabric) -> None:
     first, second = Notes(), Notes()
     fabric = L.Fabric(accelerator="cpu", loggers=[first, second])
@@ -686,6 +726,9 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: f.launch(3), TypeError, "not a function"),
         (lambda f, s: f.launch(lambda: None), TypeError, "must take an argument"),
         (lambda f, s: f.save("x", Model()), TypeError, "use a dict"),
+        (lambda f, s: f.save({"model": s["model"]}, "x"), TypeError, r"Write fabric.save\('x', {'model': model}\)"),
+        (lambda f, s: f.load(s["model"], "x"), TypeError, r"Write fabric.load\('x', {'model': model}\)"),
+        (lambda f, s: f.log_dict("loss", 1.0), TypeError, "names and numbers"),
         (lambda f, s: f.all_reduce(1, reduce_op="summ"), ValueError, "Did you mean 'sum'"),
         (lambda f, s: f.logger, IndexError, "Fabric\\(loggers="),
         (lambda f, s: L.Fabric(acelerator="cpu"), TypeError, "Did you mean 'accelerator'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -40,6 +41,12 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def first_outside(frame: FrameType | None, is_inside: Callable[[str], bool]) -> FrameType | None:
     """Return the first frame outwards of a file that is not inside; None if there is none."""
     return next((each for each in outwards(frame) if not is_inside(file_of(each))), None)
+
+
+def lines_around(frame: FrameType) -> Iterator[str]:
+    """Yield the lines of the files of a program whose functions run in a frame and outwards of it."""
+    files = {file_of(each) for each in outwards(frame)}
+    return (line for file in files if "site-packages" not in file for line in linecache.getlines(file))
 
 
 def file_of(frame: FrameType) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import os
@@ -39,7 +40,7 @@ from hasten.fabric.wrappers import (
     set_up_twice,
     unwrapped,
 )
-from hasten.loggers.base import Logger
+from hasten.loggers.base import Logger, check_metrics
 from hasten.machine import same_program
 from hasten.machine.collectives import first_one_first, name_who_ended_at_the_top, numbers_as_tensors, operation_name
 from hasten.module import LightningModule
@@ -732,16 +733,24 @@ class Fabric(RuntimeView):
             kwargs: for the method: those that it takes.
 
         """
+        is_known = False
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
                 continue
+            is_known = True
             if not callable(method):
                 rank_zero_warn(
                     f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is not a method and is skipped."
                 )
                 continue
             method(*args, **_taken_by(method, kwargs))
+        if not is_known and (near := _near_hook(hook_name, tuple(map(type, self._callbacks)))) is not None:
+            warn_once(
+                f"fabric.call {hook_name}",
+                f"fabric.call({hook_name!r}): no callback has a method of this name, so nothing is called.",
+                fix=f"Did you mean {near!r}?",
+            )
 
     def log(self, name: str, value: MetricValue, step: int | None = None) -> None:
         """Give one value to all loggers.
@@ -756,6 +765,7 @@ class Fabric(RuntimeView):
 
     def log_dict(self, metrics: Mapping[str, MetricValue], step: int | None = None) -> None:
         """Give several values to all loggers; see ``log``. Tensors are read from the device now."""
+        check_metrics("Fabric.log_dict", metrics)
         values = {name: map_tensors(functools.partial(_as_number, name), value) for name, value in metrics.items()}
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
@@ -777,6 +787,7 @@ class Fabric(RuntimeView):
             OSError: the file could not be written; the previous one is untouched.
 
         """
+        _check_order("save", path, state)
         state_io, given = self.strategy.state, unwrapped(state)
         _check_state(given, filter)
         self._runtime.save(path, states_of(given, filter, state_io.state_dict, state_io.optimizer_state))
@@ -803,6 +814,7 @@ class Fabric(RuntimeView):
             KeyError: the file does not have one of the names.
 
         """
+        _check_order("load", path, state)
         check.path("Fabric.load", "path", path)
         contents = self._runtime.load(path, weights_only=weights_only)
         if state:
@@ -878,6 +890,14 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
     return launched
 
 
+@functools.lru_cache(64)
+def _near_hook(name: str, callbacks: tuple[type, ...]) -> str | None:
+    """Return the method of a callback of which a name looks like a misspelling; None if none is so close."""
+    methods = {each for kind in callbacks for each in dir(kind) if not each.startswith("_")}
+    # As for methods that look like hooks: one or two letters of twenty differ.
+    return next(iter(difflib.get_close_matches(name, methods, n=1, cutoff=0.9)), None)
+
+
 def _taken_by(method: Callable[..., object], kwargs: dict[str, object]) -> dict[str, object]:
     """Return the keywords that a method of a callback takes: programs for Lightning leave out what they do not use."""
     try:
@@ -902,6 +922,13 @@ def _as_number(name: str, value: Tensor) -> Any:
 
 
 # -- objects to the contents of a checkpoint, and back
+
+
+def _check_order(method: str, path: object, state: object) -> None:
+    if isinstance(state, (str, os.PathLike)) and not isinstance(path, (str, os.PathLike)):
+        what = f"Fabric.{method}({check.shown(path)}, {check.shown(state)}): the path comes first, then the objects."
+        fix = f"Write fabric.{method}({check.shown(state)}, {{'model': model}})."
+        raise make_error(TypeError, what, fix=fix, argument="path")
 
 
 def _check_state(state: object, filter: Any) -> None:

@@ -19,10 +19,15 @@ from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.errors import make_error, shorten, with_article
 from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.data.divided import DividedDataset
 from hasten.data.loader_parts import ShardSampler, samplers_of
 from hasten.data.loaders import SideStream
+from hasten.extend.frames import caller, lines_around
+from hasten.extend.origin import comes_from
+from hasten.optim.backward import InBackward
+from hasten.optim.fast_step import KEPT, KeptGradient, keep_gradient
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
@@ -254,11 +259,16 @@ class FabricOptimizer:
         step, zero_grad = runtime.engine.make_step(optimizer), runtime.engine.make_zero_grad(optimizer)
         steps = runtime.steps
         is_first = True
+        first: KeptGradient | None = None
 
         def step_of(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-            nonlocal is_first
+            nonlocal is_first, first
+            if first is not None:
+                _warn_if_kept(optimizer, first)
+                first = None
             if is_first and closure is None:
                 runtime.engine.check_first_step(optimizer)
+                first = _first_gradient(optimizer, runtime)
             is_first = False
             result = step(closure)
             if steps is not None:
@@ -313,6 +323,20 @@ class FabricOptimizer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricOptimizer:
         return FabricOptimizer(copy.deepcopy(self.optimizer, memo), self._runtime)
+
+
+def _first_gradient(optimizer: Optimizer, runtime: Runtime) -> KeptGradient | None:
+    """Return a gradient of the first step; None where gradients are in places of their own."""
+    if isinstance(optimizer, InBackward) or not comes_from(type(runtime.engine), "hasten.strategies"):
+        return None
+    # ``grad.data.zero_()`` cannot be seen in the gradient.
+    return None if any("zero_" in line for line in lines_around(caller(2))) else keep_gradient(optimizer)
+
+
+def _warn_if_kept(optimizer: Optimizer, first: KeptGradient) -> None:
+    if first.was_added_to():
+        fix = "Call optimizer.zero_grad() before fabric.backward(loss)."
+        rank_zero_warn(f"{type(optimizer).__name__}.step(): {KEPT}", PossibleUserWarning, fix=fix)
 
 
 @functools.cache

@@ -313,8 +313,15 @@ def joined_versions(loggers: list[Any], separator: str = "_") -> int | str | Non
     return separator.join(dict.fromkeys(str(logger.version) for logger in loggers))
 
 
+def check_metrics(owner: str, metrics: Mapping[str, Any]) -> None:
+    """Refuse values without names, such as a name and a number in place of a dict."""
+    if not hasattr(metrics, "items"):
+        raise check.wrong_type(owner, "metrics", metrics, "a dict of names and numbers, such as {'loss': 0.5}")
+
+
 def with_prefix(metrics: Mapping[str, Any], prefix: str | None, separator: str) -> Mapping[str, Any]:
-    """Return ``metrics`` with ``prefix`` before every name."""
+    """Return ``metrics`` with ``prefix`` before every name; they must be a dict."""
+    check_metrics("log_metrics", metrics)
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
 
 

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,31 @@ def make_zero_grad(optimizer: Optimizer) -> Callable[[], None]:
                 parameter.grad = None
 
     return zero_grad
+
+
+class KeptGradient(NamedTuple):
+    """A gradient of the first step, and its version, to which each change in place adds one."""
+
+    parameter: Tensor
+    gradient: Tensor
+    version: int
+
+    def was_added_to(self) -> bool:
+        """Return whether one backward has added to it. To set it to zero would be another change, or another tensor."""
+        return self.parameter.grad is self.gradient and self.gradient._version == self.version + 1
+
+
+def keep_gradient(optimizer: Optimizer) -> KeptGradient | None:
+    """Return the smallest gradient of an optimizer, to look at in its next step; None if there is none to look at."""
+    found = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+    smallest = min(found, key=Tensor.numel, default=None)
+    gradient = None if smallest is None else smallest.grad
+    if smallest is None or gradient is None or gradient.is_inference():
+        return None
+    return KeptGradient(smallest, gradient, gradient._version)
+
+
+KEPT = "nothing sets the gradients to zero between the first two steps, so the second uses both."
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
