@@ -628,6 +628,10 @@ def precision_name(precision: PrecisionName | str | int, owner: str) -> str:
     given = f"{owner}(precision={check.shown(precision)})"
     if not written:
         fix = f"use one of {_listed(PRECISIONS)}, not {type(precision).__name__}."
+        near = _OTHER_PRECISIONS.get(text)
+        if type(precision).__name__ == "dtype" and near is not None:
+            both = [name for name in (near.replace("-true", "-mixed"), near) if name in PRECISIONS]
+            fix = f"use a string, {' or '.join(map(repr, both))}."
         raise WrongType(f"{given}:", fix=fix, argument="precision")
     if text in MODES:
         fix = f"Use plugins=BitsandbytesPrecision({text!r})."

@@ -6,6 +6,7 @@ import importlib
 import importlib.resources
 import importlib.util
 import inspect
+import operator
 
 import pytest
 
@@ -79,6 +80,13 @@ NAMES = {
     "from hasten.pytorch.plugins.io import CheckpointIO": "hasten.plugins",
     "from hasten.pytorch.plugins import Nothing": "hasten.plugins",
     "import hasten.pytorch.metrics": "torchmetrics",
+    "from hasten.accelerators import GPUAccelerator": "from hasten.accelerators import CUDAAccelerator",
+    "from hasten.callbacks.base import Callback": "from hasten.callbacks import Callback",
+    "from hasten.plugins import DDPPlugin": "strategy='ddp'",
+    "from hasten.plugins.training_type import DDPPlugin": "strategy='ddp'",
+    "from hasten.plugins import MixedPrecison": "'MixedPrecision'",
+    "from hasten.pytorch.core.lightning import LightningModule": "from hasten import LightningModule",
+    "from hasten.utilities.distributed import rank_zero_only": "from hasten.utilities import rank_zero_only",
 }
 
 
@@ -89,9 +97,15 @@ def test_an_import_of_a_name_that_is_elsewhere_or_misspelt_says_what_to_write(li
 
 
 def test_an_attribute_that_is_elsewhere_says_what_to_write() -> None:
-    for name, says in (("ModelCheckpoint", "from hasten.callbacks import"), ("metrics", "torchmetrics")):
+    for place, says in (
+        ("ModelCheckpoint", "from hasten.callbacks import"), ("metrics.Accuracy", "torchmetrics"),
+        ("accelerators.GPUAccelerator", "from hasten.accelerators import CUDAAccelerator"),
+        ("callbacks.base.Callback", "from hasten.callbacks import Callback"),
+        ("utilities.distributed.rank_zero_only", "from hasten.utilities import rank_zero_only"),
+    ):  # fmt: skip
         with refused(AttributeError, says=says):
-            getattr(hasten, name)
+            operator.attrgetter(place)(hasten)
+    assert issubclass(hasten.utilities.exceptions.MisconfigurationException, ValueError)
     program = "import hasten\nassert hasten.fabric.is_wrapped and hasten.fabric.Fabric is hasten.Fabric\n"
     assert fork_python("-c", program).returncode == 0
 

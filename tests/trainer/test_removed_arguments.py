@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader
 import hasten
 import hasten as L
 from hasten import callbacks as cb
+from hasten._lib.errors import notes_of
 from hasten.accelerators import HPUAccelerator
 from hasten.cli import LightningCLI
 from hasten.loggers import CSVLogger
 from hasten.plugins import MixedPrecision
+from hasten.profilers import AdvancedProfiler, SimpleProfiler
 from hasten.tuner import Tuner
 from tests.batching.sequences import Padded
 from tests.models import Classifier, dataset, loader, quiet
@@ -37,7 +39,7 @@ REMOVED: list[tuple[str, Any]] = [
     ("test_percent_check", 0.5), ("track_grad_norm", "inf"), ("train_percent_check", 0.5), ("val_percent_check", 0.5),
     ("weights_save_path", "weights"), ("weights_summary", "full"), ("fused", True), ("bf16", True), ("tf32", True),
     ("gradient_checkpointing", True), ("packing", True), ("group_by_length", True), ("torch_compile", True),
-    ("loggers", False),
+    ("loggers", False), ("using_native_amp", True), ("preload", True),
 ]  # fmt: skip
 
 OF_FABRIC: list[tuple[str, Any]] = [
@@ -180,3 +182,32 @@ def test_the_message_for_gpus_has_both_ways_to_write_it() -> None:
     text = refusal_of(L.Trainer, gpus=2)
     assert "Trainer(accelerator='gpu', devices=2)" in text
     assert "Trainer(accelerator='cpu')" in text
+
+
+def test_old_arguments_of_profilers_and_of_log_are_answered_by_the_new_ones() -> None:
+    for profiler in (SimpleProfiler, AdvancedProfiler):
+        with refused(TypeError, "output_filename", fix=f"{profiler.__name__}(filename='times')"):
+            profiler(output_filename="times")  # type: ignore[call-arg]
+
+    class Net(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.0, sync_dist_op="sum")  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError) as caught:
+        quiet().fit(Net(), loader())
+    assert "self.log(reduce_fx=...)" in "".join(note.fix for note in notes_of(caught.value))
+
+
+def test_a_subclass_whose_init_does_not_call_the_one_above_is_told_so() -> None:
+    class MyTrainer(L.Trainer):
+        def __init__(self) -> None:
+            self.own = 1
+
+    class MyFabric(L.Fabric):
+        def __init__(self) -> None:
+            self.own = 1
+
+    uses: list[Any] = [lambda: MyTrainer().fit(Classifier(), loader()), lambda: MyFabric().launch()]
+    for use in (*uses, lambda: MyFabric().device):
+        with refused(AttributeError, fix=".__init__"):
+            use()

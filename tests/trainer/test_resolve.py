@@ -184,6 +184,8 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"precision": "fp8"}, ValueError, "CPU cannot multiply 8-bit floats"),
         ({"precision": "transformer-engine"}, ValueError, "Use precision='bf16-mixed'"),
         ({"precision": 16.0}, TypeError, "not float"),
+        ({"precision": torch.bfloat16}, TypeError, "use a string, 'bf16-mixed' or 'bf16-true'"),
+        ({"precision": torch.float32}, TypeError, "use a string, '32-true'"),
         ({"precision": 32, "plugins": [DoublePrecision()]}, ValueError, "Leave one out"),
         ({"plugins": [DoublePrecision(), DoublePrecision()]}, ValueError, "two Precision objects"),
         ({"plugins": 3}, TypeError, "3 is not a plugin"),

@@ -37,6 +37,8 @@ def attach(
             name, _, other = member.partition("=")
             names[name] = (module, other or name)
     public = sorted({*names, *also}.difference(hidden))
+    # With a path, `from module import name` asks for a module of this name too, and its error says what to write.
+    vars(sys.modules[package]).setdefault("__path__", [])
 
     def load(name: str) -> Any:
         if name in names:

@@ -196,6 +196,7 @@ _OF_BOTH = {
     "amp_backend": _HALF,
     "amp_level": _HALF,
     "use_amp": _HALF,
+    "using_native_amp": _HALF,
     "auto_select_gpus": "Write {owner}(accelerator='cuda', devices=hasten.accelerators.find_usable_cuda_devices(1)).",
     "distributed_backend": "=strategy",
     "nb_gpu_nodes": "=num_nodes",
@@ -260,6 +261,7 @@ _OF_TRAINER = {
     "optimizers": _OPTIMIZER,
     "output_dir": "=default_root_dir",
     "print_nan_grads": "=detect_anomaly",
+    "preload": "Write Trainer(resident=True).",
     "process_position": "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(process_position={value})]).",
     "progress_bar_refresh_rate": (
         "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(refresh_rate={value})]); for no bar "
@@ -359,6 +361,9 @@ _INSTEAD: dict[str, dict[str, str]] = {
             "trainer.test(ckpt_path='best')."
         ),
     },
+    "SimpleProfiler": {"output_filename": "=filename"},
+    "AdvancedProfiler": {"output_filename": "=filename"},
+    "self.log": {"sync_dist_op": "=reduce_fx", "tbptt_reduce_fx": "=reduce_fx"},
     "MixedPrecision": {"attention_in_32_bits": "=fast_attention"},
 }
 
@@ -451,6 +456,10 @@ _METHODS_ELSEWHERE: dict[str, dict[str, str]] = {
 }
 
 
+# What __init__ of these classes sets: it has not been called where this is not there.
+_SET_BY_INIT = {"Trainer": "_arguments", "Fabric": "_runtime"}
+
+
 class Elsewhere:
     """An attribute that a class does not have; reading it says what to write, and subclasses may have it."""
 
@@ -481,6 +490,10 @@ def _refuse_absent(instance: object, name: str) -> Any:
         # The class has this name, but reading it failed, as in a property: read it again for its own error.
         return object.__getattribute__(instance, name)
     what = f"{kind.__name__!r} object has no attribute {name!r}"
+    base = next(each.__name__ for each in kind.__mro__ if each.__name__ in _METHODS_ELSEWHERE)
+    if re.match("_[a-z]", name) and _SET_BY_INIT[base] not in vars(instance):
+        fix = f"Write super().__init__() as the first line of {kind.__name__}.__init__: {base} was not made."
+        raise make_error(AttributeError, f"{what}.", fix=fix, name=name)
     near = None if name.startswith("_") else _nearest_attribute(kind, name)
     if near is None:
         raise AttributeError(what, name=name, obj=instance)
@@ -538,8 +551,8 @@ def _by_name(function: Callable[..., object]) -> list[str]:
     return [each.name for each in parameters if each.kind is not each.VAR_POSITIONAL]
 
 
-def instead_of_removed(name: str) -> str:
-    """Return what to write for an argument that the Trainer of Lightning 1 had; "" for others.
+def instead_of_removed(name: str, owner: str = "Trainer") -> str:
+    """Return what to write for an argument that the Trainer, or another owner, had in Lightning 1; "" for others.
 
     Example::
 
@@ -547,7 +560,7 @@ def instead_of_removed(name: str) -> str:
         "Write Trainer(accelerator='gpu', devices=...); without GPUs Trainer(accelerator='cpu')."
 
     """
-    return _to_write(_INSTEAD["Trainer"].get(name, ""), "Trainer", "...")
+    return _to_write(_INSTEAD.get(owner, {}).get(name, ""), owner, "...")
 
 
 def _to_write(instead: str, owner: str, value: str) -> str:

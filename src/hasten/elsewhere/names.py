@@ -194,5 +194,28 @@ ACCELERATORS: dict[str, Refused] = {
     "directml": Refused("Windows", _CUSTOM, ""),
 }
 
-# Modules that other libraries have at their root, and what to write.
-MODULES = {"metrics": "Use the package torchmetrics: self.log takes its metrics."}
+_WITH_DDP = "Write Trainer(strategy='ddp'), or from hasten.strategies import DDPStrategy."
+# Modules and classes of other libraries, most of them of Lightning 1, by their place in it, and what to write.
+PLACES = {
+    "accelerators.GPUAccelerator": "Write from hasten.accelerators import CUDAAccelerator.",
+    "accelerators.gpu": "Write from hasten.accelerators import CUDAAccelerator.",
+    "callbacks.base": "Write from hasten.callbacks import Callback.",
+    "core": "Write from hasten import LightningModule, LightningDataModule.",
+    "lite": "Write from hasten import Fabric.",
+    "loggers.LightningLoggerBase": "Write from hasten.loggers import Logger.",
+    "loggers.base": "Write from hasten.loggers import Logger.",
+    "loggers.LoggerCollection": "Write Trainer(logger=[...]): trainer.loggers is that list.",
+    "metrics": "Use the package torchmetrics: self.log takes its metrics.",
+    "overrides": "Leave it out: strategy='ddp' wraps the module by itself.",
+    "plugins.DDPPlugin": _WITH_DDP,
+    "plugins.DeepSpeedPlugin": "Write from hasten.strategies import DeepSpeedStrategy.",
+    "plugins.training_type": _WITH_DDP,
+    "strategies.DDPFullyShardedNativeStrategy": "Write from hasten.strategies import FSDPStrategy.",
+    "strategies.DDPSpawnStrategy": "Write Trainer(strategy='ddp_spawn').",
+    "strategies.dp": _WITH_DDP,
+    "trainer.states": "Write from hasten.utilities import RunningStage, TrainerFn.",
+    "tuner.lr_finder": "Write from hasten.tuner import Tuner.",
+    "utilities.cli": "Write from hasten.cli import LightningCLI.",
+    "utilities.distributed": "Write from hasten.utilities import rank_zero_only.",
+    "utilities.seed": "Write from hasten import seed_everything.",
+}

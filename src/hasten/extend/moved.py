@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -108,12 +109,13 @@ class OldNames:
         new = spec.origin or ""
         of_lightning = any(f"{spec.name}.".startswith(f"{root}.") for root in _OF_LIGHTNING)
         if not _is_there(new):
-            if not of_lightning:
+            instead = "" if of_lightning else _known_place(spec.name)
+            if not of_lightning and not instead:
                 # With the name that was asked for: Python then says which name it cannot import from the package.
                 raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name)
             from hasten._lib.errors import make_error  # ``import hasten`` does without it.
 
-            raise make_error(ModuleNotFoundError, f"hasten has no {spec.name}.", fix=_instead(new))
+            raise make_error(ModuleNotFoundError, f"hasten has no {spec.name}.", fix=instead or _instead(new))
         module = importlib.import_module(new)
         if hasattr(module, "__path__") or (of_lightning and new.count(".") == 1):
             package = ModuleType(spec.name, module.__doc__)
@@ -169,12 +171,11 @@ def what_to_write(package: str, name: str, known: Collection[str]) -> str:
 
     """
     from hasten._lib.names import did_you_mean, nearest
-    from hasten.elsewhere.names import MODULES
 
     if name.startswith("_"):
         return ""
-    if package in ("hasten", "hasten.pytorch") and name in MODULES:
-        return MODULES[name]
+    if instead := _known_place(f"{package}.{name}"):
+        return instead
     homes = _homes()
     if name in homes:
         return f"Write from {homes[name]} import {name}."
@@ -189,6 +190,13 @@ def what_to_write(package: str, name: str, known: Collection[str]) -> str:
         return hint
     near = nearest(name, homes)
     return f"Did you mean from {homes[near]} import {near}?" if near is not None else ""
+
+
+def _known_place(full_name: str) -> str:
+    """Return what to write for a module or class that other libraries have at this place; "" for others."""
+    from hasten.elsewhere.names import PLACES
+
+    return PLACES.get(re.sub(r"^hasten(_lightning)?\.(pytorch\.)?", "", full_name), "")
 
 
 # The packages in which programs look for classes, the most usual first.
@@ -222,11 +230,10 @@ def _is_there(module: str) -> bool:
 def _instead(module: str) -> str:
     """Return the import to write in place of a module that hasten does not have."""
     from hasten._lib.names import nearest
-    from hasten.elsewhere.names import MODULES
 
     package, _, last = module.rpartition(".")
-    if package == "hasten" and last in MODULES:
-        return MODULES[last]
+    if instead := _known_place(module):
+        return instead
     names = [name for name in dir(importlib.import_module(package)) if not name.startswith("_")]
     # Lightning has ModelCheckpoint in a module of its own, model_checkpoint.
     same = next((name for name in names if name.lower() == last.replace("_", "").lower()), None)

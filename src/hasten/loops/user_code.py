@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException, NotPartOfLightning2, Parts, add_note, make_error, with_article
 from hasten._lib.explain import describe_batch, explain, explain_graph
-from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest, plain_function
+from hasten._lib.names import (
+    defined_by_program,
+    did_you_mean,
+    has_parameter,
+    instead_of_removed,
+    nearest,
+    plain_function,
+)
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of, whole
 from hasten.arguments import Arguments
@@ -742,7 +749,8 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
         function = getattr(module, wrong[1], None)
         known = list(inspect.signature(function).parameters) if callable(function) else []
         if known:
-            add_note(error, f"self.{wrong[1]} takes: {', '.join(known)}.", fix=did_you_mean(wrong[2], known))
+            fix = instead_of_removed(wrong[2], f"self.{wrong[1]}") or did_you_mean(wrong[2], known)
+            add_note(error, f"self.{wrong[1]} takes: {', '.join(known)}.", fix=fix)
     with suppress(AttributeError):
         error._hasten_place = True  # type: ignore[attr-defined]
 

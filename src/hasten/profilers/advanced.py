@@ -11,6 +11,7 @@ from typing import Any
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import without_unknown
 from hasten.profilers.base import Profiler
 
 
@@ -40,6 +41,7 @@ class AdvancedProfiler(Profiler):
 
     """
 
+    @without_unknown
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

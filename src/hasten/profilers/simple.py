@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 
 from hasten._lib import check
+from hasten._lib.names import without_unknown
 from hasten.profilers.base import Profiler
 
 # The parts of a run, in the order of a step. What belongs to none of them is "other".
@@ -78,6 +79,7 @@ class SimpleProfiler(Profiler):
 
     """
 
+    @without_unknown
     def __init__(
         self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
     ) -> None:

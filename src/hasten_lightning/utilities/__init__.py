@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hasten._lib.errors import MisconfigurationException as MisconfigurationException
+from hasten._lib.lazy import attach
 from hasten._lib.rank_zero import rank_zero_debug as rank_zero_debug
 from hasten._lib.rank_zero import rank_zero_deprecation as rank_zero_deprecation
 from hasten._lib.rank_zero import rank_zero_info as rank_zero_info
@@ -57,5 +58,11 @@ if not TYPE_CHECKING:
         for name, value in vars().items()
         if not name.startswith("_")
         and not isinstance(value, ModuleType)
-        and name not in ("TYPE_CHECKING", "annotations", "ModuleType")
+        and name not in ("TYPE_CHECKING", "annotations", "ModuleType", "attach")
     )
+    # Lightning's imports its modules with itself.
+    _MODULES = (
+        "data", "enums", "exceptions", "hooks", "imports", "memory", "model_helpers", "parsing", "rank_zero", "saving",
+        "types", "warnings",
+    )  # fmt: skip
+    __getattr__, _, _ = attach(__name__, {}, submodules=_MODULES)
