@@ -462,6 +462,13 @@ def other() -> Any:
         (configured(interval=None), r"interval=None\): use one of 'epoch', 'step'"),
         (configured(frequency=0), r"frequency=0\): use a whole number of at least 1"),
         (configured(frequency=1.5), r"frequency=1\.5"),
+        (configured(name=3), r"name=3\): use a string"),
+        (configured(monitor=["val_loss"]), r"monitor=\['val_loss'\]\): use the name of a logged value"),
+        (configured(strict="false"), r"strict='false'\): use True or False"),
+        (
+            lambda o: ([o], [{"scheduler": lr_scheduler.ReduceLROnPlateau(o), "reduce_on_plateau": False}]),
+            r"reduce_on_plateau=False\).*Leave it out",
+        ),
         (lambda o: ([o], [LRSchedulerConfig(halve(o), interval="steps")]), r"Did you mean 'step'"),
         (lambda o: ([o], [LRSchedulerConfig(halve(o), frequency=0)]), r"frequency=0\): use a whole number"),
         (lambda o: ([o], [LRSchedulerConfig(lr_scheduler.ReduceLROnPlateau(o))]), r"must include a monitor"),

@@ -706,6 +706,7 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: f.setup_dataloaders([1, 2]), TypeError, "PyTorch DataLoader"),
         (lambda f, s: f.setup(Model), TypeError, r"Write Model\(\)"),
         (lambda f, s: f.setup(Model(), Model()), TypeError, "not an optimizer"),
+        (lambda f, s: f.setup(Model(), [s["optimizer"]]), TypeError, r"fabric.setup\(module, \*optimizers\)"),
         (lambda f, s: f.setup(nn.Linear(1, 1, device="meta")), ValueError, "meta device"),
         (lambda f, s: f.setup_optimizers(sgd(nn.Linear(1, 1, device="meta"))), RuntimeError, "module.parameters"),
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"]), ValueError, "give one of the two"),

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlat
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import hasten as L
-from hasten._lib.errors import parts_of
+from hasten._lib.errors import MisconfigurationException, parts_of
 from hasten.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
@@ -887,3 +887,12 @@ def test_names_of_accelerate_are_answered_with_those_of_fabric() -> None:
     fabric: Any = L.Fabric(accelerator="cpu", devices=1)
     with refused(AttributeError, fix="fabric.all_gather(value)"):
         fabric.gather(1)
+
+
+def test_a_method_in_the_place_of_automatic_optimization_is_refused() -> None:
+    class Net(Classifier):
+        def automatic_optimization(self) -> bool:
+            return False
+
+    with refused(MisconfigurationException, fix="self.automatic_optimization = False", says="Net"):
+        quiet().fit(Net(), loader())

@@ -227,6 +227,14 @@ def test_mps_has_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         runtime(accelerator="mps", strategy="ddp")
 
 
+def test_a_process_beyond_the_devices_of_the_run_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+    for name, value in {**started, "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
+    with refused(RuntimeError, fix="LOCAL_RANK", says=("rank 3", "ranks 0 to 1")):
+        _ = runtime(accelerator="cpu", strategy="ddp", devices=2).strategy.root_device
+
+
 def test_torchrun_decides_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4",
                         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}.items():  # fmt: skip

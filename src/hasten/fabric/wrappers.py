@@ -444,6 +444,8 @@ def check_optimizer(optimizer: object, method: str) -> None:
         raise make_error(TypeError, what, fix=f"Make one: {optimizer.__name__}(module.parameters(), lr=...).")
     if hasattr(optimizer, "dataset") or hasattr(optimizer, "batch_sampler"):
         hint = " Give loaders to fabric.setup_dataloaders(loader)."
+    if isinstance(optimizer, (list, tuple)):
+        hint = f" Give them one by one: fabric.{method}({'module, ' * (method == 'setup')}*optimizers)."
     if isinstance(optimizer, nn.Module) and method == "setup":
         hint = " The module comes first, then its optimizers: fabric.setup(module, optimizer)."
     raise make_error(TypeError, f"Fabric.{method}(): {with_article(type(optimizer))} is not an optimizer.", fix=hint)

@@ -93,11 +93,20 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
                 TypeError, what, fix=f"Write trainer.{call}(model, datamodule=...).", argument="datamodule"
             )
     _refuse_removed_hooks(call, module)
+    _refuse_method_for_optimization(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
         raise MisconfigurationException(problem.what, fix=problem.fix)
     if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
         raise MisconfigurationException(f"Trainer({problem.what}", fix=problem.fix, argument=problem.argument)
+
+
+def _refuse_method_for_optimization(call: str, module: LightningModule) -> None:
+    if call == "fit" and callable(module.automatic_optimization):
+        raise MisconfigurationException(
+            f"Trainer.fit(): {type(module).__name__}.automatic_optimization is a method, which counts as True.",
+            fix="Write self.automatic_optimization = False in __init__.",
+        )
 
 
 def check_pipeline(call: str, module: LightningModule) -> None:

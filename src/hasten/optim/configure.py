@@ -153,8 +153,7 @@ def _scheduler(returned: Any, where: str, *, automatic: bool, needs_step: bool) 
     entry = _scheduler_entry(returned, where)
     scheduler = entry["scheduler"]
     if needs_step:
-        monitors = entry.get("reduce_on_plateau") or isinstance(scheduler, ReduceLROnPlateau)
-        _check_step(scheduler, where, takes_metric=bool(monitors))
+        _check_step(scheduler, where, entry.get("reduce_on_plateau"))
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise WrongType(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which cannot be in a checkpoint.",
@@ -204,15 +203,19 @@ def _scheduler_entry(entry: Any, where: str) -> dict[str, Any]:
     return known
 
 
-def _check_step(scheduler: Any, where: str, *, takes_metric: bool) -> None:
-    """Raise unless the loop can call ``scheduler.step()``."""
+def _check_step(scheduler: Any, where: str, reduce_on_plateau: bool | None) -> None:
+    """Raise unless the loop can call ``scheduler.step()``, or ``step(value)`` with ``reduce_on_plateau``."""
     hook = f"{where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)"
     if not hasattr(scheduler, "step"):
         raise MisconfigurationException(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()).",
             fix=_SCHEDULER_OBJECT if type(scheduler) in _PLAIN else f"Step one of your own in {hook}.",
         )
-    if not takes_metric and (needed := _required(scheduler.step)):
+    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    if is_plateau and reduce_on_plateau is False:
+        what = f"{where}: lr_scheduler(reduce_on_plateau=False): {type(scheduler).__name__} steps on a monitored value."
+        raise MisconfigurationException(what, fix="Leave it out.", argument="reduce_on_plateau")
+    if not (reduce_on_plateau or is_plateau) and (needed := _required(scheduler.step)):
         raise MisconfigurationException(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which doesn't follow PyTorch's LRScheduler: its step() "
             f"needs {needed}.",
@@ -228,6 +231,9 @@ def _check_interval(config: LRSchedulerConfig, where: str) -> None:
     owner, refused = f"{where}: lr_scheduler", MisconfigurationException
     guards.one_of(owner, "interval", config.interval, ("epoch", "step"), error=refused)
     guards.whole(owner, "frequency", config.frequency, at_least=1, error=refused)
+    guards.instance(owner, "name", config.name, str, "a string", allow_none=True)
+    guards.instance(owner, "monitor", config.monitor, str, "the name of a logged value", allow_none=True)
+    guards.instance(owner, "strict", config.strict, (bool, int), "True or False")
 
 
 def _required(function: Any) -> list[str]:

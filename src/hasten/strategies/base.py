@@ -129,7 +129,12 @@ class Strategy(ProgramMethods, ABC):
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""
-        return self.parallel_devices[self.local_rank]
+        devices, rank = self.parallel_devices, self.local_rank
+        if rank >= len(devices):
+            what = f"This process has local rank {rank}; the devices of the run are for ranks 0 to {len(devices) - 1}."
+            fix = "Look at LOCAL_RANK, RANK and WORLD_SIZE, which torchrun sets, or at the settings of the job."
+            raise make_error(RuntimeError, what, fix=fix)
+        return devices[rank]
 
     @property
     def global_rank(self) -> int:
