@@ -92,21 +92,12 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
             raise make_error(
                 TypeError, what, fix=f"Write trainer.{call}(model, datamodule=...).", argument="datamodule"
             )
-    _refuse_removed_hooks(call, module)
-    _refuse_method_for_optimization(call, module)
+    _refuse_methods(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
         raise MisconfigurationException(problem.what, fix=problem.fix)
     if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
         raise MisconfigurationException(f"Trainer({problem.what}", fix=problem.fix, argument=problem.argument)
-
-
-def _refuse_method_for_optimization(call: str, module: LightningModule) -> None:
-    if call == "fit" and callable(module.automatic_optimization):
-        raise MisconfigurationException(
-            f"Trainer.fit(): {type(module).__name__}.automatic_optimization is a method, which counts as True.",
-            fix="Write self.automatic_optimization = False in __init__.",
-        )
 
 
 def check_pipeline(call: str, module: LightningModule) -> None:
@@ -121,7 +112,13 @@ def check_pipeline(call: str, module: LightningModule) -> None:
             )
 
 
-def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
+def _refuse_methods(call: str, module: LightningModule) -> None:
+    """Refuse hooks that Lightning removed, and a method in the place of a setting."""
+    if call == "fit" and callable(module.automatic_optimization):
+        raise MisconfigurationException(
+            f"Trainer.fit(): {type(module).__name__}.automatic_optimization is a method, which counts as True.",
+            fix="Write self.automatic_optimization = False in __init__.",
+        )
     for name in _REMOVED_HOOKS.get(call, ()):
         if callable(getattr(module, name, None)):
             instead = f"on_{name.replace('training', 'train')}"
