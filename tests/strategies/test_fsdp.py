@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard, wrap
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from hasten.callbacks import OnExceptionCheckpoint
 from hasten.optim import in_backward
 from hasten.plugins import AsyncCheckpointIO, FSDPPrecision, MixedPrecision
 from hasten.strategies import FSDPStrategy
@@ -332,6 +333,24 @@ def test_a_file_saved_within_an_accumulation_resumes_under_every_strategy(tmp_pa
             trainer.fit(net, loader(4, 48), loader(4, 16), ckpt_path=path)
             torch.testing.assert_close(whole(net), whole_run)
         assert Net.load_from_checkpoint(path).state_dict().keys() == whole_run.keys()
+
+
+class FailsInside(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 0 and trainer.fit_loop.batch_idx == 4:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.world_size(2)
+def test_a_file_saved_after_an_error_has_the_gradients_of_its_accumulation(tmp_path: Path) -> None:
+    whole_run = whole(fit(1, "auto", samples=48, accumulate_grad_batches=4)[1])
+    saves = OnExceptionCheckpoint(tmp_path)
+    options = {"callbacks": [FailsInside(), saves], "enable_checkpointing": True}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(2, "fsdp", samples=48, accumulate_grad_batches=4, **options)
+    trainer, net = quiet_trainer("fsdp"), Net()
+    trainer.fit(net, loader(4, 48), loader(4, 16), ckpt_path=saves.ckpt_path)
+    torch.testing.assert_close(whole(net), whole_run)
 
 
 def quiet_trainer(strategy: Any) -> L.Trainer:

@@ -496,9 +496,13 @@ class ShardedPart:
         self._state._root_post_backward_final_callback()
 
     def begin_anew(self) -> None:
-        """Forget a forward or backward that an exception has ended half-way."""
+        """Forget a forward or backward that an exception has ended half-way; the gradients stay."""
         if hasattr(self._module, "reset_iter_state"):
+            # From torch 2.15 on it drops the gradients, also those of batches that were complete.
+            kept = [(tensor, tensor.grad) for tensor in self._tensors_with_gradients()]
             self._module.reset_iter_state()
+            for tensor, gradient in kept:
+                tensor.grad = gradient.to(getattr(tensor, "grad_dtype", None) or gradient.dtype)
             return
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -517,6 +521,14 @@ class ShardedPart:
                 group._to_sharded()
         context.iter_forward_root = None
         context.post_backward_final_callback_queued = False
+
+    def _tensors_with_gradients(self) -> list[Any]:
+        groups = [group for state in self._state._state_ctx.all_states for group in _groups(state)]
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        shards = [parameter.sharded_param for parameter in parameters]
+        # What ``no_sync`` holds back is at the whole parameters.
+        whole = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
+        return [tensor for tensor in (*shards, *whole) if tensor is not None and tensor.grad is not None]
 
 
 def _groups(state: Any) -> list[Any]:
