@@ -468,6 +468,13 @@ def test_arguments_that_fsdp2_does_not_have_are_refused(arguments: Any, error: t
         FSDPStrategy(**arguments)
 
 
+def test_the_precision_of_fsdp1_reduces_in_the_type_it_computes_in() -> None:
+    for given, reduced in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        precision = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=given)
+        policy = FSDPStrategy(mixed_precision=precision).shards.mixed_precision  # type: ignore[arg-type]
+        assert policy.reduce_dtype == reduced
+
+
 def test_an_offload_policy_that_offloads_nothing_is_no_offload() -> None:
     for nothing in (fsdp.CPUOffload(offload_params=False), fsdp.OffloadPolicy(), False, None):
         assert not FSDPStrategy(cpu_offload=nothing).cpu_offload  # type: ignore[arg-type]

@@ -311,6 +311,7 @@ def _mixed_precision(owner: str, given: Any) -> Any:
         )
     return MixedPrecisionPolicy(
         param_dtype=given.param_dtype,
-        reduce_dtype=given.reduce_dtype,
+        # FSDP2 reduces in the type of the parameters from torch 2.15 on, FSDP1 in the type of the computation.
+        reduce_dtype=given.reduce_dtype or given.param_dtype,
         cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
     )
