@@ -333,9 +333,14 @@ def dump_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
-def dump_of_nccl() -> Callable[[], bytes] | None:
-    """Return the function that returns NCCL's record of the last collectives; None without CUDA."""
-    dump: Callable[[], bytes] | None = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+def record_on(device: str) -> Callable[[], bytes]:
+    """Return the function that returns torch's record of the last collectives on a kind of device, a pickled dict."""
+    own: Any = torch._C._distributed_c10d
+    backend = _c10d._get_default_group()._get_backend(torch.device(device)).name()
+    dump: Callable[[], bytes] = own._dump_nccl_trace if backend == "nccl" else own._dump_fr_trace
+    # From torch 2.15 on NCCL is another backend, "nccl2", and each backend but the former "nccl" has a record here.
+    if backend != "nccl" and hasattr(own, "_reset_fr_trace"):
+        dump = functools.partial(own._dump_fr_trace, backend=backend)
     return dump
 
 

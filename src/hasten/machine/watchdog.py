@@ -507,16 +507,16 @@ def _last_collectives() -> list[stacks.LastCollective]:
 
 def write_flight_record(rank: int, folder: str) -> None:
     """Write NCCL's record of the last collectives, one file for each rank, as torch's ``torchfrtrace`` reads them."""
-    # torch without CUDA does not have it, and TORCH_FR_BUFFER_SIZE=0 leaves it empty.
-    dump = torch_private.dump_of_nccl()
-    if dump is None or not collectives.joined() or "nccl" not in dist.get_backend():
+    if not collectives.joined() or "nccl" not in dist.get_backend():
         return
 
     def work() -> None:
+        # TORCH_FR_BUFFER_SIZE=0 leaves it empty.
+        record = torch_private.record_on("cuda")()
         path = os.path.join(folder, f"nccl_trace_rank_{rank}")
         os.makedirs(folder, exist_ok=True)
         with open(path, "wb") as file:
-            file.write(dump())
+            file.write(record)
         if rank == 0:
             write(f"hasten: the record of NCCL's last collectives is in {path}.\n")
 
