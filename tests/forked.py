@@ -6,6 +6,7 @@ three seconds, a copy some milliseconds. hasten is not imported before: it looks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
@@ -92,6 +93,9 @@ def _preload() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    if "triton" in sys.modules:
+        # As a process ends, triton 3.9 prints which of its objects nobody has collected.
+        atexit.register(gc.unfreeze)
 
 
 def copy_as_fork_server() -> None:
