@@ -163,6 +163,7 @@ def test_detect_anomaly_is_on_during_fit_alone() -> None:
 def _torchs_own_settings() -> Any:
     before = torch.backends.cudnn.benchmark
     workspace = os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    torch.use_deterministic_algorithms(False)  # A program of another test may have chosen them.
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = before

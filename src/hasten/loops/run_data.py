@@ -89,7 +89,7 @@ class StageData:
         # The limit by which all processes plan accumulation and validation: the smallest number of batches on any
         # process.
         self.agreed_limit = math.inf
-        self._sampler_kwargs = sampler_kwargs
+        self._sampler_kwargs = sampler_kwargs or {}
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
@@ -404,16 +404,17 @@ class StageData:
                 overfit=self._overfit,
                 shuffle=self._conventions.shuffles_over_processes,
                 allow_empty=self._allows_empty(),
-                **(self._sampler_kwargs or {}),
+                **self._sampler_kwargs,
             )
-            self._iterate_in_vain(loader)
+            if not isinstance(loader, DataLoader):
+                self._open_once_more(loader)
             if self._in_lightnings_order:
                 prepared = in_lightnings_order(prepared, **self._in_lightnings_order, shuffle=not self._overfit)
             if self._process is not None:
                 prepared = self._process(prepared)
             if os.environ.get("PL_SEED_WORKERS") == "1":
                 # As Lightning does, and with the same random numbers.
-                rank = (self._sampler_kwargs or {}).get("rank", 0)
+                rank = self._sampler_kwargs.get("rank", 0)
                 prepared = with_seeded_workers(prepared, rank, instead_of=loader)
             trains, module = self.stage == "train", self._module
             # Automatic optimization completes an epoch that ended early afterwards. With manual optimization the user
@@ -432,9 +433,9 @@ class StageData:
         combined.flattened = [stream.loader for stream in streams]
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
 
-    def _iterate_in_vain(self, loader: Any) -> None:
+    def _open_once_more(self, loader: Any) -> None:
         """Draw the random numbers that Lightning draws when it gets a loader that is no ``DataLoader``."""
-        if self._conventions.opens_loaders_late and not isinstance(loader, DataLoader):
+        if self._conventions.opens_loaders_late:
             iter(loader)
 
     def _allows_empty(self) -> bool:

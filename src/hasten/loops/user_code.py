@@ -60,19 +60,8 @@ _REMOVED_HOOKS = {
 def check_call(arguments: Arguments, call: str, module: object, datamodule: object, *given: object) -> None:
     """Check the arguments of a call before anything starts."""
     if not isinstance(module, LightningModule):
-        hint = ""
-        if isinstance(module, type) and issubclass(module, LightningModule):
-            hint = f" That is the class: write {module.__name__}()."
-        elif any(isinstance(one, LightningModule) for one in given):
-            hint = f" The module comes first: Trainer.{call}(module, ...)."
-        elif isinstance(module, nn.Module):
-            hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
-        elif isinstance(module, (str, os.PathLike)):
-            hint = " Load it first: model = Net.load_from_checkpoint(path)."
-        elif is_of_pipeline(module):
-            hint = f" {PIPELINE_IN_FABRIC}."
         what = f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}."
-        raise make_error(TypeError, what, fix=hint, argument="model")
+        raise make_error(TypeError, what, fix=_to_give_instead(call, module, given), argument="model")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
         hint = f" Make one: {datamodule.__name__}()." if isinstance(datamodule, type) else ""
         if isinstance(datamodule, (str, os.PathLike)):
@@ -100,6 +89,19 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         raise MisconfigurationException(f"Trainer({problem.what}", fix=problem.fix, argument=problem.argument)
 
 
+def _to_give_instead(call: str, module: object, given: tuple[object, ...]) -> str:
+    """Return what to write for something that is no module; "" if that does not follow from it."""
+    if isinstance(module, type) and issubclass(module, LightningModule):
+        return f" That is the class: write {module.__name__}()."
+    if any(isinstance(one, LightningModule) for one in given):
+        return f" The module comes first: Trainer.{call}(module, ...)."
+    if isinstance(module, nn.Module):
+        return " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
+    if isinstance(module, (str, os.PathLike)):
+        return " Load it first: model = Net.load_from_checkpoint(path)."
+    return f" {PIPELINE_IN_FABRIC}." if is_of_pipeline(module) else ""
+
+
 def check_pipeline(call: str, module: LightningModule) -> None:
     """Refuse a module that holds a pipeline of torch's, whose schedule runs forward and backward by itself."""
     if "torch.distributed.pipelining" not in sys.modules:
@@ -114,7 +116,7 @@ def check_pipeline(call: str, module: LightningModule) -> None:
 
 def _refuse_methods(call: str, module: LightningModule) -> None:
     """Refuse hooks that Lightning removed, and a method in the place of a setting."""
-    if call == "fit" and callable(module.automatic_optimization):
+    if call == "fit" and callable(type(module).automatic_optimization):
         raise MisconfigurationException(
             f"Trainer.fit(): {type(module).__name__}.automatic_optimization is a method, which counts as True.",
             fix="Write self.automatic_optimization = False in __init__.",

@@ -579,7 +579,7 @@ class Trainer(TrainerView):
             what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
             raise make_error(RuntimeError, what, fix="Call it after the first one, or with a Trainer of its own.")
         evaluates = (TrainerFn.VALIDATING, TrainerFn.TESTING)
-        if fn in evaluates and self._inside is not None and self.state.stage is FIRST_STAGE[fn]:
+        if self._inside is not None and fn in evaluates and self.state.stage is FIRST_STAGE[fn]:
             name = fn.value
             what = f"Trainer.{name}() is called inside of a {name} loop of the same Trainer: their values would mix."
             raise make_error(RuntimeError, what, fix="Call it in a hook of training, or with a Trainer of its own.")
