@@ -130,14 +130,14 @@ def test_a_sentence_needs_several_reports() -> None:
 
 
 class SlowOnRank1(Dataset[Any]):
-    """Samples that take 5 ms on the second process."""
+    """Samples that take 20 ms on the second process, much longer than a step of a busy machine."""
 
     def __len__(self) -> int:
-        return 800
+        return 400
 
     def __getitem__(self, index: int) -> Any:
         if torch.distributed.get_rank() == 1:
-            time.sleep(0.005)
+            time.sleep(0.02)
         return torch.ones(8), index % 2
 
 
