@@ -90,7 +90,7 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
 
 
 def _to_give_instead(call: str, module: object, given: tuple[object, ...]) -> str:
-    """Return what to write for something that is no module; "" if that does not follow from it."""
+    """Return what to write when something other than a module was given; "" if nothing better is known."""
     if isinstance(module, type) and issubclass(module, LightningModule):
         return f" That is the class: write {module.__name__}()."
     if any(isinstance(one, LightningModule) for one in given):

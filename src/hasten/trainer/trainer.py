@@ -577,12 +577,12 @@ class Trainer(TrainerView):
         check_signatures(module, datamodule, callbacks)
         if fn is TrainerFn.FITTING and self._inside is fn:
             what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
-            raise make_error(RuntimeError, what, fix="Call it after the first one, or with a Trainer of its own.")
+            raise make_error(RuntimeError, what, fix="Call it after the first one, or use another Trainer.")
         evaluates = (TrainerFn.VALIDATING, TrainerFn.TESTING)
         if self._inside is not None and fn in evaluates and self.state.stage is FIRST_STAGE[fn]:
             name = fn.value
             what = f"Trainer.{name}() is called inside of a {name} loop of the same Trainer: their values would mix."
-            raise make_error(RuntimeError, what, fix="Call it in a hook of training, or with a Trainer of its own.")
+            raise make_error(RuntimeError, what, fix="Call it in a hook of training, or use another Trainer.")
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         # Until the next fit, programs see that the last one was stopped.
         self._should_stop = self._should_stop and fn is not TrainerFn.FITTING

@@ -87,8 +87,8 @@ def convert_tensors_to_scalars(data: Batch) -> Batch:
     def number(tensor: Tensor) -> float:
         if tensor.numel() != 1:
             raise ValueError(
-                f"A tensor of shape {tuple(tensor.shape)} does not contain a single element, so it is no number. "
-                "Reduce it first, for instance with .mean()."
+                f"A tensor of shape {tuple(tensor.shape)} does not contain a single element and cannot become a "
+                "number. Reduce it first, for instance with .mean()."
             )
         return tensor.item()
 

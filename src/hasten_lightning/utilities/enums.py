@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hasten import strategies
 from hasten._lib.errors import MisconfigurationException
@@ -37,9 +37,8 @@ class Registry(dict[str, dict[str, Any]]):
     """The names that an argument accepts; a program can add names of its own.
 
     Args:
-        kind: "strategy" or "accelerator".
-        names: those that there are, with the class and the arguments that make the object.
-        made: where ``resolve`` finds what makes the object of a name that was added.
+        names: those that there are, with the class and the arguments that make the object; none by default.
+        made: where ``resolve`` finds what makes the object of a name that was added; by default a place of its own.
 
     Example::
 
@@ -50,12 +49,16 @@ class Registry(dict[str, dict[str, Any]]):
 
     """
 
+    _kind: ClassVar[str]
+
     def __init__(
-        self, kind: str, names: Mapping[str, tuple[Any, dict[str, Any]]], made: dict[str, Callable[[], Any]]
+        self,
+        names: Mapping[str, tuple[Any, dict[str, Any]]] | None = None,
+        made: dict[str, Callable[[], Any]] | None = None,
     ) -> None:
         super().__init__()
-        self._kind, self._made = kind, made
-        for name, (make, arguments) in names.items():
+        self._made = {} if made is None else made
+        for name, (make, arguments) in (names or {}).items():
             self._add(name, make, make.__name__, arguments)
 
     def _add(self, name: str, make: Callable[..., Any], description: str, init_params: dict[str, Any]) -> None:
@@ -127,25 +130,15 @@ class Registry(dict[str, dict[str, Any]]):
 
 
 class StrategyNames(Registry):
-    """The names of strategies; none without arguments."""
+    """The names of strategies."""
 
-    def __init__(
-        self,
-        names: Mapping[str, tuple[Any, dict[str, Any]]] | None = None,
-        made: dict[str, Callable[[], Any]] | None = None,
-    ) -> None:
-        super().__init__("strategy", names or {}, {} if made is None else made)
+    _kind = "strategy"
 
 
 class AcceleratorNames(Registry):
-    """The names of accelerators; none without arguments."""
+    """The names of accelerators."""
 
-    def __init__(
-        self,
-        names: Mapping[str, tuple[Any, dict[str, Any]]] | None = None,
-        made: dict[str, Callable[[], Any]] | None = None,
-    ) -> None:
-        super().__init__("accelerator", names or {}, {} if made is None else made)
+    _kind = "accelerator"
 
 
 def _loaded(name: str) -> Any:
