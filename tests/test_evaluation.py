@@ -265,7 +265,7 @@ def test_a_validation_inside_of_a_validation_of_the_same_trainer_is_refused(hook
 
     callback = L.Callback()
     setattr(callback, hook, validate)
-    with refused(RuntimeError, says="inside of a validate loop", fix="of its own"):
+    with refused(RuntimeError, says="inside of a validate loop", fix="in a hook of training"):
         quiet(callbacks=callback, max_epochs=1, num_sanity_val_steps=0).fit(Classifier(), loader(8), loader(8))
 
 
