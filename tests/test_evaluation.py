@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,15 +259,41 @@ def test_within_a_fit_the_steps_of_evaluations_go_on() -> None:
     assert [step for step, row in logger.rows if "v" in row] == [0, 1], "a call of its own begins at 0"
 
 
+@pytest.mark.parametrize("sanity_steps", [0, 1])
 @pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_end"])
-def test_a_validation_inside_of_a_validation_of_the_same_trainer_is_refused(hook: str) -> None:
+def test_a_validation_inside_of_a_validation_of_the_same_trainer_is_refused(hook: str, sanity_steps: int) -> None:
     def validate(trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
         trainer.validate(module, loader(8), verbose=False)
 
     callback = L.Callback()
     setattr(callback, hook, validate)
     with refused(RuntimeError, says="inside of a validate loop", fix="in a hook of training"):
-        quiet(callbacks=callback, max_epochs=1, num_sanity_val_steps=0).fit(Classifier(), loader(8), loader(8))
+        trainer = quiet(callbacks=callback, max_epochs=1, num_sanity_val_steps=sanity_steps)
+        trainer.fit(Classifier(), loader(8), loader(8))
+
+
+class Evaluates(L.Callback):
+    """Calls ``validate`` and ``test`` in a hook of a fit, and logs after them."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.validate(pl_module, loader(8), verbose=False)
+            trainer.test(Classifier(), loader(8), verbose=False)
+            assert trainer.lightning_module is pl_module
+            assert trainer.training
+            assert {"train_loss", "val_loss"} <= trainer.callback_metrics.keys()
+        self.log("after", 1.0, on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_fit_goes_on_after_an_evaluation_in_its_hook(tmp_path: Path, workers: int) -> None:
+    saves = L.callbacks.ModelCheckpoint(tmp_path, monitor="after", mode="max")
+    stops = L.callbacks.EarlyStopping("after", mode="max", patience=1)
+    trainer = quiet(callbacks=[Evaluates(), saves, stops], max_epochs=3, enable_checkpointing=True)
+    data = DataLoader(loader(16).dataset, batch_size=4, num_workers=workers)
+    trainer.fit(Classifier(), data)
+    assert (trainer.current_epoch, trainer.global_step, trainer.state.fn) == (2, 8, "fit")
+    assert Path(saves.best_model_path).exists()
 
 
 def test_an_evaluation_that_failed_leaves_no_value_for_the_next() -> None:

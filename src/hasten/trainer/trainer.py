@@ -79,6 +79,7 @@ from hasten.types import (
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
+    from hasten.trainer.nested import OuterCall
     from hasten.types import StorageOptions
 
 Result = TypeVar("Result")
@@ -266,7 +267,9 @@ class Trainer(TrainerView):
         self._module: LightningModule | None = None
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
+        # The call that runs, and the one in whose hook it was made.
         self._inside: TrainerFn | None = None
+        self._outer: OuterCall | None = None
         self._ckpt_path: str | None = None
         self._assigned_path: str | None = None
         self._received_sigterm = False
@@ -578,8 +581,12 @@ class Trainer(TrainerView):
         if fn is TrainerFn.FITTING and self._inside is fn:
             what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
             raise make_error(RuntimeError, what, fix="Call it after the first one, or use another Trainer.")
-        evaluates = (TrainerFn.VALIDATING, TrainerFn.TESTING)
-        if self._inside is not None and fn in evaluates and self.state.stage is FIRST_STAGE[fn]:
+        outer = None
+        if self._inside is not None and self._run is not None:
+            from hasten.trainer.nested import OuterCall
+
+            outer = OuterCall(self, self._run)
+        if outer is not None and fn is not TrainerFn.PREDICTING and outer.run.evaluation.stage == fn.value:
             name = fn.value
             what = f"Trainer.{name}() is called inside of a {name} loop of the same Trainer: their values would mix."
             raise make_error(RuntimeError, what, fix="Call it in a hook of training, or use another Trainer.")
@@ -592,7 +599,7 @@ class Trainer(TrainerView):
         if not joined():
             # Copies of this process inherit it, and the program continues with it.
             parts.settle_loggers(self._loggers, self._runtime)
-        before, self._inside = self._inside, fn
+        self._inside, self._outer = fn, outer
         try:
             result: Result = self._runtime.launch(
                 self._in_process, loaders, ckpt_path, weights_only, body, trainer=self
@@ -605,7 +612,9 @@ class Trainer(TrainerView):
             shorten(error)
             raise
         finally:
-            self._inside = before
+            self._inside = self._outer = None
+            if outer is not None:
+                outer.go_on()
 
     def _in_process(
         self,
@@ -800,14 +809,20 @@ class Trainer(TrainerView):
                 self._tell(run, error)
             raise
         finally:
+            outer = None if self._outer is None else self._outer.run
+            of_outer = () if outer is None else outer.data.all()
             for source in run.data.all():
-                source.close()
-            unwritten = parts.close_loggers(self._called_loggers(), status)
+                if source not in of_outer:
+                    source.close()
+            # The call in whose hook this one was made goes on, with its loggers and on its device.
+            unwritten = None if outer is not None else parts.close_loggers(self._called_loggers(), status)
             run.undo.close()
             run.window.loss = None  # The loss holds the graph of the step.
-            parts.to_host(run, failed=status != "success")
-            self._runtime.teardown()
-            parts.let_log(self._callbacks, None)
+            if outer is None or outer.module is not run.module:
+                parts.to_host(run, failed=status != "success")
+            if outer is None:
+                self._runtime.teardown()
+                parts.let_log(self._callbacks, None)
         if unwritten is not None:
             raise unwritten
 
