@@ -282,6 +282,8 @@ class Evaluates(L.Callback):
             assert trainer.lightning_module is pl_module
             assert trainer.training
             assert {"train_loss", "val_loss"} <= trainer.callback_metrics.keys()
+            quiet().test(pl_module, loader(8), verbose=False)
+            assert pl_module.trainer is trainer
         self.log("after", 1.0, on_step=False, on_epoch=True)
 
 

@@ -1,39 +1,84 @@
-"""A call of a Trainer in a hook of another one: what the other one had is its own again afterwards."""
+"""A call of a Trainer in a hook of another call, which goes on afterwards as if there had been none."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hasten._lib.errors import make_error
 from hasten.loops.run import Run
-from hasten.trainer.parts import let_log
+from hasten.module.log_methods import log_into
+from hasten.trainer.parts import close_loggers, let_log, to_host
+from hasten.trainer.properties import TrainerView
+from hasten.types import TrainerFn
 
 if TYPE_CHECKING:
     from hasten import Trainer
 
 
+def outer_call(trainer: Trainer, running: Trainer, fn: TrainerFn) -> OuterCall | None:
+    """Return the call of ``running`` in whose hook ``trainer`` is called; None if the Trainer of a test stands in.
+
+    Raises:
+        RuntimeError: the same Trainer would fit within a fit, or evaluate within an evaluation.
+
+    """
+    if trainer is running and running._inside is fn is TrainerFn.FITTING:
+        what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
+        raise make_error(RuntimeError, what, fix="Call it after the first one, or use another Trainer.")
+    if not isinstance(running, TrainerView) or running._run is None:
+        return None
+    outer = OuterCall(running, running._run)
+    if trainer is running and fn is not TrainerFn.PREDICTING and outer.run.evaluation.stage == fn.value:
+        name = fn.value
+        what = f"Trainer.{name}() is called inside of a {name} loop of the same Trainer: their values would mix."
+        raise make_error(RuntimeError, what, fix="Call it in a hook of training, or use another Trainer.")
+    return outer
+
+
 class OuterCall:
-    """The call of a Trainer in one of whose hooks another call is made.
+    """The call of a Trainer in one of whose hooks another call is made, by the same Trainer or one with its module.
 
     Without it callbacks would save and stop no more in the rest of a fit, because the Trainer's state would be that of
-    a validation that has ended.
+    a validation that has ended; and the module would log into the values of the other Trainer.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
+        self.trainer = trainer
         self.run = run
-        self._trainer = trainer
         self._of_trainer = {name: vars(trainer)[name] for name in _OF_A_CALL}
         self._of_logging = {name: vars(trainer._logged)[name] for name in _LOGGED_WITH}
         self._shown = {name: vars(trainer._logged)[name] for name in _SHOWN}
         self._model = trainer.strategy.model
 
+    def release_inner(self, trainer: Trainer, run: Run, status: str) -> Exception | None:
+        """Release what the inner call of ``trainer`` had for itself; return the first error of its loggers.
+
+        Data, loggers and the module of the outer call stay as they are.
+        """
+        is_own = trainer is self.trainer
+        for source in run.data.all():
+            if source not in self.run.data.all():
+                source.close()
+        unwritten = None if is_own else close_loggers(trainer._called_loggers(), status)
+        run.undo.close()
+        run.window.loss = None
+        if run.module is not self.run.module:
+            to_host(run, failed=status != "success")
+        if not is_own:
+            run.runtime.teardown()
+            let_log(trainer.callbacks, None)
+        return unwritten
+
     def go_on(self) -> None:
         """Give the Trainer back what it had; the values of both calls stay visible, of one name the latest."""
-        trainer, logged = self._trainer, self._trainer._logged
+        trainer, logged = self.trainer, self.trainer._logged
         vars(trainer).update(self._of_trainer)
         vars(logged).update(self._of_logging)
         for name, values in self._shown.items():
             setattr(logged, name, {**values, **vars(logged)[name]})
         trainer.strategy.model = self._model
+        self.run.module.trainer = trainer
+        log_into(self.run.module, logged)
         let_log(trainer.callbacks, self.run.module)
 
 

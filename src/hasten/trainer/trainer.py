@@ -578,18 +578,12 @@ class Trainer(TrainerView):
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         callbacks = [require_callback("Trainer.callbacks", each) for each in self._callbacks]
         check_signatures(module, datamodule, callbacks)
-        if fn is TrainerFn.FITTING and self._inside is fn:
-            what = "Trainer.fit() is called inside of a fit of the same Trainer, in a hook."
-            raise make_error(RuntimeError, what, fix="Call it after the first one, or use another Trainer.")
-        outer = None
-        if self._inside is not None and self._run is not None:
-            from hasten.trainer.nested import OuterCall
+        outer: OuterCall | None = None
+        running: Any = self if self._inside is not None else vars(module).get("_trainer")
+        if getattr(running, "_inside", None) is not None:
+            from hasten.trainer.nested import outer_call
 
-            outer = OuterCall(self, self._run)
-        if outer is not None and fn is not TrainerFn.PREDICTING and outer.run.evaluation.stage == fn.value:
-            name = fn.value
-            what = f"Trainer.{name}() is called inside of a {name} loop of the same Trainer: their values would mix."
-            raise make_error(RuntimeError, what, fix="Call it in a hook of training, or use another Trainer.")
+            outer = outer_call(self, running, fn)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         # Until the next fit, programs see that the last one was stopped.
         self._should_stop = self._should_stop and fn is not TrainerFn.FITTING
@@ -809,18 +803,15 @@ class Trainer(TrainerView):
                 self._tell(run, error)
             raise
         finally:
-            outer = None if self._outer is None else self._outer.run
-            of_outer = () if outer is None else outer.data.all()
-            for source in run.data.all():
-                if source not in of_outer:
+            if self._outer is not None:
+                unwritten = self._outer.release_inner(self, run, status)
+            else:
+                for source in run.data.all():
                     source.close()
-            # The call in whose hook this one was made goes on, with its loggers and on its device.
-            unwritten = None if outer is not None else parts.close_loggers(self._called_loggers(), status)
-            run.undo.close()
-            run.window.loss = None  # The loss holds the graph of the step.
-            if outer is None or outer.module is not run.module:
+                unwritten = parts.close_loggers(self._called_loggers(), status)
+                run.undo.close()
+                run.window.loss = None  # The loss holds the graph of the step.
                 parts.to_host(run, failed=status != "success")
-            if outer is None:
                 self._runtime.teardown()
                 parts.let_log(self._callbacks, None)
         if unwritten is not None:
