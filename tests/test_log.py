@@ -414,6 +414,7 @@ def test_log_dict_and_metric_collections() -> None:
         (lambda m, b, i: m.log("x", np.ones((2, 2))), r"'x', ...\).*ndarray of shape \(2, 2\).*mean\(\)"),
         (lambda m, b, i: m.log("x", [1.0, 2.0]), "`list` values cannot be logged"),
         (lambda m, b, i: m.log("x", "text"), "`str` values cannot be logged"),
+        (lambda m, b, i: m.log("x", torch.nn.Linear), r"class Linear cannot be logged.*Linear\(\.\.\.\)"),
         (lambda m, b, i: m.log(3, 1.0), "must be a str"),
         (lambda m, b, i: m.log("x", 1.0, on_step=False, on_epoch=False), "goes nowhere"),
         (lambda m, b, i: m.log("x", 1.0, reduce_fx="median"), "median"),

@@ -166,6 +166,8 @@ class Simple(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         one, two = self.optimizers()
+        with refused(TypeError, "optimizer", says="toggle_optimizer(optimizer=0)", fix="self.optimizers()"):
+            self.toggle_optimizer(0)
         self.toggle_optimizer(one)
         self.checks.append(self.required())
         self.toggle_optimizer(two)

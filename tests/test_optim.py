@@ -240,6 +240,8 @@ def test_a_frequency_beside_the_scheduler_is_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert rates(lambda optimizer: make(optimizer, 1)) == every
+    with warned(RuntimeWarning, says="the key 'frequency'"):
+        rates(lambda optimizer: {"optimizer": optimizer, "frequency": 3})
 
 
 class Own:

@@ -194,7 +194,7 @@ class LoggedValue:
         if isinstance(value, bool) or hasattr(value, "__float__"):
             return float(value.item() if getattr(value, "ndim", 0) else value)
         raise MisconfigurationException(
-            f"self.log({self.name!r}, ...): `{type(value).__name__}` values cannot be logged; "
+            f"self.log({self.name!r}, ...): {_kind(value)} cannot be logged; "
             "give a number, a tensor of one element, or a torchmetrics.Metric.",
             fix=_instead(value),
         )
@@ -341,8 +341,14 @@ def _as_float(value: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"`{type(value).__name__}` values"
+
+
 def _instead(value: object) -> str:
     """Return what to write in place of a value that cannot be logged, where that is known."""
+    if isinstance(value, type):
+        return f"Make an object in __init__, self.metric = {value.__name__}(...), and log that."
     if isinstance(value, Mapping | nn.ModuleDict):  # A MetricCollection is a ModuleDict.
         return "Write self.log_dict(...) for several values by name."
     if isinstance(value, MethodType | FunctionType | BuiltinFunctionType):

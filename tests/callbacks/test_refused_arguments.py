@@ -173,6 +173,8 @@ def test_limits_are_allowed() -> None:
     cb.SpikeDetection(atol=0, rtol=0)
 
 
-def test_the_name_of_a_file_as_the_folder_is_said() -> None:
+def test_the_name_of_a_file_or_a_value_as_the_folder_is_said() -> None:
     with warned(UserWarning, fix="ModelCheckpoint(filename='best')", says="dirpath='runs/best.ckpt'"):
         cb.ModelCheckpoint("runs/best.ckpt")
+    with warned(UserWarning, fix="monitor='val_loss', mode='min'", says="no value is monitored"):
+        cb.ModelCheckpoint("val_loss", "ckpts")

@@ -179,6 +179,7 @@ def test_manual_optimization_must_return_a_loss(tmp_path: Path) -> None:
     with refused(TypeError, says="training_step"):
         fit({"los": torch.zeros(())})
     fit(torch.tensor(1.0))
+    fit(torch.tensor(1))
     with pytest.raises(TrainingSpikeException):
         fit({"loss": torch.tensor(NAN)})
 

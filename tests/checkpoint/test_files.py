@@ -259,6 +259,9 @@ def test_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
         files.save({}, tmp_path / "file" / "a.ckpt")
     with refused(CheckpointDamaged, says=f"{tmp_path}"):
         files.load(tmp_path)
+    (tmp_path / "config.json").touch()
+    with refused(CheckpointDamaged, fix="AutoModel.from_pretrained("):
+        files.load(tmp_path)
 
 
 def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -804,7 +804,7 @@ def test_what_is_no_optimizer_and_no_loss_is_told_what_to_do(fabric: L.Fabric) -
     wrapped, _ = fabric.setup(layer, sgd)
     with pytest.raises(RuntimeError) as caught:
         fabric.backward(wrapped(torch.ones(4, 8)))
-    assert "Return its mean" in caught.value.__notes__[0]
+    assert "Take its mean" in caught.value.__notes__[0]
 
 
 def test_a_loop_whose_module_was_never_set_up_is_told_so(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from hasten.loggers import CSVLogger, TensorBoardLogger
-from tests.refusals import warned
+from tests.refusals import refused, warned
 
 
 def table(logger: CSVLogger) -> list[dict[str, str]]:
@@ -54,6 +54,8 @@ def test_rows_have_the_values_and_steps_given_and_columns_are_sorted(tmp_path: P
     ]
     logger.log_hyperparams({"lr": 0.1, "layers": (1, 2), "path": Path("data"), "nested": {"act": torch.relu}})
     logger.log_hyperparams({"seed": 3})
+    with refused(TypeError, "params", fix="a dict"):
+        logger.log_hyperparams(3)
     text = (Path(logger.log_dir) / "hparams.yaml").read_text()
     assert yaml.safe_load(text) == {"lr": 0.1, "layers": [1, 2], "path": "data", "nested": {"act": "relu"}, "seed": 3}
 

@@ -42,7 +42,7 @@ def unpacks_three(self: Any, batch: Any, batch_idx: int) -> Any:
              "in Net.training_step, batch 0: list of 2 (Tensor (4, 8) float32, Tensor (4,) int64)"],
         ),
         (lambda self, batch, _: self.loss(batch).detach(), ["does not depend on any parameter"]),
-        (lambda self, batch, _: self(batch[0]).sum(1), ["Return its mean"]),
+        (lambda self, batch, _: self(batch[0]).sum(1), ["Take its mean"]),
         (lambda self, batch, _: (self(batch[0]).argmax(1) == batch[1]).float().mean(), [".argmax() or =="]),
         (lambda self, batch, _: [self.optimizers()].zero_grad(), ["first, second = self.optimizers()"]),
         (lambda self, batch, _: torch.optim.Adam(self.parameters(), lr="1e-3"), ["Write a number: lr=1e-3"]),
@@ -267,7 +267,7 @@ def test_the_place_of_an_error_in_backward_comes_before_what_mends_it() -> None:
         quiet().fit(with_step(lambda self, batch, _: self(batch[0]).sum(1)), loader())
     place, remedy = notes(caught.value).splitlines()
     assert place.startswith("in Net.training_step, batch 0")
-    assert "Return its mean" in remedy
+    assert "Take its mean" in remedy
 
 
 # -- losses, shapes and batches

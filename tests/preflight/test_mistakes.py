@@ -243,7 +243,7 @@ MISTAKES = [
           lambda: check(step(lambda self, batch: self.loss(batch).item()))),
     error("returns a dict without `loss`", "training_step", "the 'loss' key needs to be present",
           lambda: check(step(lambda self, batch: {"value": self.loss(batch)}))),
-    error("the loss has an element for each sample", "training_step", "Return its mean",
+    error("the loss has an element for each sample", "training_step", "Take its mean",
           lambda: check(step(lambda self, batch: self(batch[0]).sum(1)))),
     error("the loss is detached", "training_step", "does not depend on any parameter",
           lambda: check(step(lambda self, batch: self.loss(batch).detach()))),

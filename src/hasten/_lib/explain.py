@@ -844,7 +844,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"does not require grad|requires_grad=True on inference tensor", _ANY, _of_graph),
     (r"optimizer got an empty parameter list", (ValueError,), _no_parameters),
     (r"implicitly created only for scalar", _ANY,
-     "The loss has more than one element. Return its mean: `return loss.mean()`."),
+     "The loss has more than one element. Take its mean: loss.mean()."),
     (r"a second time", _ANY, _MEMORY_OF_LAST),
     (r"modified by an inplace operation", _ANY,
      "Write x = x + y in place of x += y, and no .add_(), relu_() or x[...] = on what a layer has computed; "

@@ -246,7 +246,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_weights_only = save_weights_only
         self.auto_insert_metric_name = auto_insert_metric_name
         self.dirpath: str | None = checkpoint_files.resolve(dirpath)
-        checkpoint_files.warn_of_file(dirpath)
+        checkpoint_files.warn_of_file(dirpath, monitor)
         self.filename = filename
         self._every_n_train_steps, self._every_n_epochs, self._train_time_interval = _intervals(
             every_n_train_steps=every_n_train_steps,

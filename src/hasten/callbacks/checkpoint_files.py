@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, replacing, replacing_folder, set_aside
-from hasten._lib.names import defined_by_program, did_you_mean_value
+from hasten._lib.names import defined_by_program, did_you_mean_value, right_mode
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
 from hasten.checkpoint.background import writer_of
@@ -160,8 +160,8 @@ def resolve(dirpath: str | os.PathLike[str] | None) -> str | None:
     return path if is_url(path) else os.path.realpath(os.path.expanduser(local(path)))
 
 
-def warn_of_file(dirpath: str | os.PathLike[str] | None) -> None:
-    """Say that ``dirpath`` is a folder where it has the name of a file, and that it is taken as it is."""
+def warn_of_file(dirpath: str | os.PathLike[str] | None, monitor: str | None) -> None:
+    """Say that ``dirpath`` is a folder where it has the name of a file or a value, and that it is taken as it is."""
     path = os.fspath(dirpath or "")
     if path and (unread := re.search(r"\$\w+|\{[a-z_]\w*(?::[^}]*)?\}", path)) is not None:
         rank_zero_warn(
@@ -171,6 +171,9 @@ def warn_of_file(dirpath: str | os.PathLike[str] | None) -> None:
     if path.endswith(".ckpt") and not conventions.current().mistakes_are_warnings:
         given = f"ModelCheckpoint(dirpath={path!r}): dirpath, the first argument, is the folder of the files."
         rank_zero_warn(given, fix=f"Write ModelCheckpoint(filename={os.path.basename(path)[:-5]!r}).")
+    if path and monitor is None and re.match("(train|val|valid|test)[_/]", path) and (mode := right_mode(path)):
+        what = f"ModelCheckpoint(dirpath={path!r}): dirpath, the first argument, is a folder; no value is monitored."
+        rank_zero_warn(what, fix=f"Write ModelCheckpoint(monitor={path!r}, mode={mode!r}).")
 
 
 def default_folder(trainer: Trainer) -> str:

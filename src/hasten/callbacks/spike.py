@@ -207,7 +207,7 @@ def _loss_of(outputs: StepOutput) -> Tensor:
     if not isinstance(loss, Tensor):
         what = f"SpikeDetection: training_step returned {type(outputs).__name__} without a loss."
         raise make_error(TypeError, what, fix='Return the loss, or a dict with the key "loss".')
-    return loss.detach().mean()
+    return loss.detach().mean(dtype=None if loss.is_floating_point() else torch.float32)
 
 
 def _undivided(loss: Tensor, outputs: StepOutput, trainer: Trainer, batch_idx: int) -> Tensor:

@@ -705,6 +705,8 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 def _newest_in(folder: Path) -> str:
     """Return the sentence that names the newest checkpoint in a folder."""
     found = [*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")]
+    if not found and (folder / "config.json").exists():
+        return f"It is a model of transformers: write AutoModel.from_pretrained({str(folder)!r}) in __init__."
     if not found:
         return "There is no .ckpt file in it: give the path of a file that trainer.save_checkpoint has written."
     return f"Give the file: {str(max(found, key=lambda each: each.stat().st_mtime))!r} is the newest in it."

@@ -333,7 +333,11 @@ def as_dict(params: object) -> dict[str, Any]:
         return vars(params)
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
         return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    return dict(params)  # type: ignore[call-overload, no-any-return]
+    try:
+        return dict(params)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError):
+        allowed = "a dict, a Namespace or a dataclass"
+        raise check.wrong_type("log_hyperparams", "params", params, allowed, error=TypeError) from None
 
 
 _PLAIN = (bool, int, float, str)

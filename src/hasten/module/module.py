@@ -491,6 +491,9 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only the parameters of ``optimizer`` require gradients until ``untoggle_optimizer`` is called."""
+        if not hasattr(optimizer, "param_groups"):
+            allowed = "an optimizer that self.optimizers() returns"
+            raise check.wrong_type("toggle_optimizer", "optimizer", optimizer, allowed, error=TypeError)
         self.untoggle_optimizer(optimizer)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         state = {

@@ -124,7 +124,8 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
             what = f"{where} returned a dict with the key {misplaced[0]!r} beside the scheduler, where it is ignored."
             fix = f'Write "lr_scheduler": {{"scheduler": scheduler, "{misplaced[0]}": {item[misplaced[0]]!r}}}.'
             rank_zero_warn(what, fix=fix, category=RuntimeWarning)
-        unknown = [key for key in item if key not in (*_KEYS, "frequency", *misplaced)]
+        known = [*_KEYS, *(misplaced if "lr_scheduler" in item else ())]
+        unknown = [key for key in item if key not in known and (key, item[key]) != ("frequency", 1)]
         _report_unknown_keys(unknown, _KEYS, f"{where} returned a dict with")
         if "optimizer" not in item:
             raise MisconfigurationException(f'{where} returned a dict without the key "optimizer".')
