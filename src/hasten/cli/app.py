@@ -402,7 +402,10 @@ class LightningCLI:
             )
         optimizer = self._class_config(parser._optimizers, optimizers[0])
         if not optimizer:
-            return  # The command line does not use it.
+            # The command line does not use it. A scheduler of a fixed class is there without being asked for.
+            if schedulers and isinstance(parser._lr_schedulers[schedulers[0]][0], tuple):
+                self._refuse_scheduler_alone(parser, schedulers[0], optimizers[0])
+            return
         scheduler = self._class_config(parser._lr_schedulers, schedulers[0]) if schedulers else None
         if overrides(self.model, LightningModule, "configure_optimizers"):
             rank_zero_warn(
@@ -414,6 +417,16 @@ class LightningCLI:
         self.model.configure_optimizers = functools.partial(
             _configured, self.model, self.configure_optimizers, optimizer, scheduler
         )
+
+    def _refuse_scheduler_alone(self, parser: LightningArgumentParser, scheduler: str, optimizer: str) -> None:
+        """Refuse a scheduler without an optimizer, which Lightning leaves out."""
+        if not (config := self._get(self.config_init, scheduler)):
+            return
+        what = f"--{scheduler}={config['class_path'].rpartition('.')[2]} without --{optimizer}: it is left out."
+        fix = f"Choose an optimizer, too, as in --{optimizer}=AdamW; or make both in configure_optimizers."
+        if not conventions.current().mistakes_are_warnings:
+            parser.error(f"{what}\n{fix}")
+        rank_zero_warn(what, fix=fix)
 
     def _class_config(self, kinds: dict[str, tuple[Any, str]], key: str) -> Any:
         config, kind = self._get(self.config_init, key), kinds[key][0]

@@ -58,7 +58,7 @@ AUTOMATIC = "AUTOMATIC"
 
 # How jsonargparse names what it does not find: an option, a key of a config, a sub-command or a class.
 _UNKNOWN = re.compile(
-    r"unrecognized arguments: -{0,2}(?P<option>[a-zA-Z_][\w.]*)|invalid choice: '(?P<command>[^']+)'"
+    r"unrecognized arguments: -{0,2}(?P<option>[a-zA-Z_][\w.-]*)|invalid choice: '(?P<command>[^']+)'"
     r"|(?:Group '(?P<group>[^']+)' does not accept )?[oO]ption '(?P<key>[^']+)'(?! is not accepted before)"
     r"|Expected a dot import path string: (?P<class>\S+)"
     r"|module '(?P<module>[\w.]+)' has no attribute '(?P<attribute>\w+)'"
@@ -69,6 +69,12 @@ _CLASS_PATH = re.compile(r"class_path '([^']*)'")
 # An option of an optimizer or scheduler whose class is not chosen.
 _NO_CLASS = re.compile(r"class_path 'torch\.optim\.(?:Optimizer|lr_scheduler\.LRScheduler)'")
 _NO_ACTION = re.compile(r'No action for key "([^"]+)"')
+# The text "None", which YAML reads from None.
+_NONE_AS_TEXT = re.compile(r"got 'None'|value type: <class 'str'>\s+Given value: None\b")
+# Arguments of a class beside its class_path.
+_NO_INIT_ARGS = re.compile(
+    r"'class_path': '[^']+', '(?!init_args|dict_kwargs)|, '(?!init_args)\w+': [^,{}]+, 'class_path'"
+)
 _LIGHTNING = re.compile(r"class_path '((?:lightning\.pytorch|pytorch_lightning)\.([\w.]+))'")
 
 # Where a class passes its **kwargs: (module, name there, arguments that the class sets itself).
@@ -315,6 +321,10 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
         path = Path(missing[1])
         files = (str(each) for each in path.parent.glob("*") if each.is_file()) if path.parent.is_dir() else ()
         lines.append(did_you_mean_file(str(path), files).strip() or f"Give the path of a file, seen from {Path.cwd()}.")
+    if _NONE_AS_TEXT.search(message):
+        lines.append("In YAML, None is written null.")
+    if _NO_INIT_ARGS.search(message):
+        lines.append("Arguments of a class stand below init_args, which stands beside class_path.")
     # Its class is hasten's under `hasten run`.
     if (named := _LIGHTNING.search(message)) and not is_builtin(sys.modules.get(named[1].rpartition(".")[0])):
         lines.append(f"Write hasten.{named[2]}, or start the program with `hasten run`.")
@@ -366,6 +376,7 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     named = _CLASS_PATH.findall(message)
     if named and not group:  # An argument of the class.
         return nearest(leaf, itertools.chain.from_iterable(map(_argument_names, named)))
+    leaf = leaf.replace("-", "_")
     options = [name for one in (parser, *subcommands.values()) for name in one._option_string_actions]
     leaves = [name.removeprefix("--").rpartition(".")[2] for name in options]
     found = nearest(leaf if leaf in leaves else _OTHER_NAMES.get(leaf, leaf), leaves)
