@@ -612,6 +612,14 @@ def test_mistakes_are_named_where_they_are(tmp_path: Path) -> None:
         ({"train_dataset": {"train": DATA, "test": DATA}}, TypeError, "train_dataset", "train_dataset=data[...]"),
         ({"train_dataset": loader}, TypeError, "train_dataset", "train_dataset=loader.dataset"),
         ({"train_dataset": []}, ValueError, "train_dataset", "filters"),
+        ({"model": nn.Linear}, TypeError, "model", "Linear(config)"),
+        (
+            {"data_collator": transformers.DataCollatorWithPadding},
+            TypeError,
+            "data_collator",
+            "DataCollatorWithPadding(tokenizer)",
+        ),
+        ({"data_collator": lambda samples: samples}, TypeError, "data_collator", "{'input_ids': ..., "),
     ]
     for given, error, argument, fix in wrong:
         with refused(error, argument, fix=fix):
@@ -624,6 +632,16 @@ def test_mistakes_are_named_where_they_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as ragged:
         make(train_dataset=rows).train()
     assert "processing_class=tokenizer" in "".join(ragged.value.__notes__)
+    with pytest.raises(TypeError) as pairs:
+        make(train_dataset=[(torch.ones(2), 1)] * 4).train()
+    assert "Samples must be dicts" in "".join(pairs.value.__notes__)
+    with refused(TypeError, "resume_from_checkpoint", fix="a folder"):
+        make().train(language_model())
+    with refused(AttributeError, fix="trainer.train()"):
+        make().fit()
+    none = make()
+    none.args.max_steps, none.args.num_train_epochs = -1, 0
+    assert (none.train().global_step, none.trainer.global_step) == (0, 0)
 
 
 def test_a_loss_without_labels_is_evaluated_where_label_names_is_empty(tmp_path: Path) -> None:

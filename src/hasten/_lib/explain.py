@@ -644,6 +644,15 @@ def _no_parameters(_: re.Match[str], place: _Place) -> str:
     return "self.parameters() can be read only once: call it again, or keep list(self.parameters())."
 
 
+def _pads(_: re.Match[str], place: _Place) -> str:
+    if any(frame.f_globals.get("__name__", "").startswith("transformers.") for frame in place.frames):
+        return "Give processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer), which pad them."
+    return (
+        "Write DataLoader(..., collate_fn=...), with a function that pads them, for instance "
+        "torch.nn.utils.rnn.pad_sequence."
+    )
+
+
 def _truth(_: re.Match[str], place: _Place) -> str:
     for frame in place.frames:
         if isinstance(made := made_in(frame), nn.modules.loss._Loss):
@@ -878,8 +887,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     # Loaders.
     (r"stack expects each tensor to be equal size|each element in list of batch should be of equal size|"
      r"resize storage that is not resizable", _ANY,
-     "Write DataLoader(..., collate_fn=...), with a function that pads them, for instance "
-     "torch.nn.utils.rnn.pad_sequence."),
+     _pads),
+    (r"vars\(\) argument must have __dict__", (TypeError,),
+     "Samples must be dicts, such as {'input_ids': ..., 'labels': ...}; or give a data_collator that makes one."),
     (r"expected sequence of length \d+ at dim \d+", _ANY,
      "The rows have several lengths: pad them. TransformersTrainer(processing_class=tokenizer) does, and so does "
      "data_collator=DataCollatorWithPadding(tokenizer)."),

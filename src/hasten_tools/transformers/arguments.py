@@ -82,6 +82,7 @@ _INSTEAD = {
 }
 # What to do instead of an attribute or an argument that transformers.Trainer had once.
 OTHER_NAMES = {
+    "fit": "Write trainer.train().",
     "tokenizer": "Write processing_class.",
 }
 # Methods of a TransformersTrainer that programs call, and it does not.
@@ -149,6 +150,13 @@ def check_given(
         raise missing(f"eval_strategy={args.eval_strategy.value!r}", "eval_dataset")
 
 
+def check_collator(data_collator: Callable[[list[Any]], Any] | None) -> None:
+    """Refuse the class of a collator."""
+    if isinstance(data_collator, type):
+        what = f"TransformersTrainer(data_collator={data_collator.__name__}): that is a class."
+        raise make_error(TypeError, what, fix=f"Write {data_collator.__name__}(tokenizer).", argument="data_collator")
+
+
 def check_optimizers(
     optimizers: Optimizer | Sequence[Any],
     model_init: Callable[[], nn.Module] | None,
@@ -204,9 +212,14 @@ def check_loss(loss: Tensor | tuple[Any, ...] | float | None, owner: str) -> Non
 def check_model(model: nn.Module | str | None, args: TrainingArguments) -> None:
     """Refuse the name of a model, and one whose labels cannot be smoothed."""
     if not isinstance(model, nn.Module):
-        what = f"TransformersTrainer(model={model!r}): it must be a model, not a {type(model).__name__}."
-        fix = f"Write AutoModelForSequenceClassification.from_pretrained({model!r}), or another class of that kind."
-        raise make_error(TypeError, what, fix=fix if isinstance(model, str) else "", argument="model")
+        given: Any = model
+        what, fix = f"TransformersTrainer(model={given!r}): it must be a model, not a {type(given).__name__}.", ""
+        if isinstance(given, str):
+            fix = f"Write AutoModelForSequenceClassification.from_pretrained({given!r}), or another class of that kind."
+        elif isinstance(given, type):
+            what = f"TransformersTrainer(model={given.__name__}): it must be a model, not the class."
+            fix = f"Write {given.__name__}(config), or {given.__name__}.from_pretrained(...)."
+        raise make_error(TypeError, what, fix=fix, argument="model")
     several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
     if several and args.label_smoothing_factor:
         raise refused(args, "label_smoothing_factor", "Leave it out: a text has several labels.")

@@ -28,6 +28,12 @@ class Events(Callback):
         self.scheduler_state = cast("dict[str, Any] | None", None)
         # The optimizer steps of an epoch, now and in the run that is resumed; None if they are not known.
         self.epoch_steps = self.earlier_epoch_steps = cast("int | None", None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget an earlier training: the next one may have no step."""
+        self.first_step = self.last_logged = 0
+        self.logged, self.total = 0.0, torch.zeros(())
 
     def call(self, event: str, **given: Any) -> None:
         owner = self.owner

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hasten import Trainer, seed_everything
 from hasten._lib import check
-from hasten._lib.errors import make_error
+from hasten._lib.errors import make_error, with_article
 from hasten._lib.optional import need
 from hasten._lib.tree import move_to, sharded_parameter
 from hasten.callbacks import Callback, Checkpoint, ModelCheckpoint
@@ -40,6 +40,7 @@ from hasten_tools.transformers.arguments import (
     Batch,
     DataSets,
     Samples,
+    check_collator,
     check_fields,
     check_given,
     check_model,
@@ -213,6 +214,7 @@ class TransformersTrainer:
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_fields(args)
         check_given(model, model_init, eval_dataset, args)
+        check_collator(data_collator)
         check_optimizers(optimizers, model_init, optimizer_cls_and_kwargs)
         seed_everything(args.seed, verbose=False)
         set_verbosity(args.get_process_log_level())
@@ -347,6 +349,7 @@ class TransformersTrainer:
         self.model.train()
         loader = self.get_train_dataloader()
         self._evaluated_at = -1
+        events.forget()
         events.ignored, self.is_in_train = ignore_keys_for_eval, True
         noise: Any = nullcontext()
         if args.neftune_noise_alpha is not None:
@@ -560,6 +563,11 @@ class TransformersTrainer:
         labels = None
         if self.compute_loss_func is not None or self.label_smoother is not None:
             labels, inputs = inputs.get("labels"), {name: inputs[name] for name in inputs if name != "labels"}
+        batch: Any = inputs
+        if not isinstance(batch, Mapping):
+            what = f"The data_collator returned {with_article(type(batch))}, and a model takes its batch by name."
+            fix = "Return a dict, such as {'input_ids': ..., 'labels': ...}."
+            raise make_error(TypeError, what, fix=fix, argument="data_collator")
         counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         outputs = model(**inputs, **({"num_items_in_batch": num_items_in_batch} if counts else {}))
         if self.compute_loss_func is not None:
@@ -709,6 +717,8 @@ class TransformersTrainer:
 
     def _checkpoint_of(self, given: str | bool | None) -> str | None:
         """Return the file with the state of the run to resume; that of a run that was stopped may be the newest."""
+        kinds, allowed = (str, os.PathLike, bool), "a folder, a .ckpt file or True"
+        check.instance("train", "resume_from_checkpoint", given, kinds, allowed, allow_none=True, error=TypeError)
         if not given or str(given).endswith(".ckpt"):
             return cast("str | None", given or None)
         folder = Path(self.args.output_dir if given is True else given)
