@@ -63,6 +63,9 @@ def test_a_checkpoint_with_something_left_says_nothing(tmp_path: Path) -> None:
         ("runs/epoch-3.ckpt", "Did you mean 'epoch=3.ckpt'"),
         ("run/epoch=3.ckpt", "the folder 'run' does not exist. Did you mean 'runs'"),
         ("zzz", "the file does not exist."),
+        ("~/a.ckpt", "os.path.expanduser"),
+        ("note.ckpt", "the file does not exist."),
+        ("hand.pt", "torch.load(path)['model']"),
     ],
 )
 def test_the_nearest_word_or_file_is_named(
@@ -72,11 +75,14 @@ def test_the_nearest_word_or_file_is_named(
     (tmp_path / "runs").mkdir()
     for folder in (tmp_path, tmp_path / "runs"):
         (folder / "epoch=3.ckpt").touch()
+    (tmp_path / "notes.yaml").touch()
+    torch.save({"model": Classifier().state_dict(), "step": 3}, tmp_path / "hand.pt")
     for call in ("fit", "validate"):
-        with pytest.raises(FileNotFoundError) as caught:
+        with pytest.raises((FileNotFoundError, ValueError)) as caught:
             getattr(quiet(), call)(Classifier(), loader(8), ckpt_path=given)
-        assert f"ckpt_path={given!r}: " in str(caught.value)
+        assert given in str(caught.value)
         assert words in str(caught.value)
+        assert "notes.yaml" not in str(caught.value)
 
 
 def test_hyper_parameters_that_no_checkpoint_holds_are_named_once(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ if os.environ["RANK"] == "1":
         ("--devices 2 x.py", "unknown option --devices. Did you mean '--procs'?"),
         ("--num_processes=2 x.py", "unknown option --num_processes. Did you mean '--procs'?"),
         ("--num-nodes 2 x.py", "unknown option --num-nodes. Did you mean '--nodes'?"),
+        (f"--log-dir {__file__} x.py", "is a file, or below one."),
         ("--colour red x.py", "unknown option --colour. See hasten launch --help."),
         ("--config_file saved.yaml x.py", "unknown option --config_file. Did you mean '--config'?"),
         ("--save no_folder/saved.yaml x.py", "--save no_folder/saved.yaml cannot be written: No such file"),

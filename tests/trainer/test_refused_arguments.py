@@ -89,6 +89,7 @@ def test_missing_parts_are_named_before_anything_starts(call: Any, words: str) -
     [
         (lambda t: t.fit(Classifier(), loader(), L.LightningDataModule()), "datamodule", "fit(model, datamodule="),
         (lambda t: t.fit(Classifier(), L.LightningDataModule), "datamodule", "fit(model, datamodule="),
+        (lambda t: t.fit(Classifier(), [L.LightningDataModule()]), "datamodule", "fit(model, datamodule="),
         (lambda t: t.validate(Classifier(), datamodule=loader()), "datamodule", "validate(model, loader)"),
         (lambda t: t.fit(Classifier(), [dataset(), dataset()]), "", "DataLoader(one, batch_size=...)"),
         (lambda t: t.validate(Classifier(), [dataset(4)]), "", "DataLoader(one, batch_size=...)"),

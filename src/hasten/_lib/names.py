@@ -89,7 +89,8 @@ def _stage(name: str) -> str:
 def did_you_mean_file(name: str, files: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the name of a file; nothing if no name is alike without its extension.
 
-    Folders count for nothing: in long paths they would make any two files alike.
+    A file of another kind must have the same name. Folders count for nothing: in long paths they would make any two
+    files alike.
 
     Example::
 
@@ -100,9 +101,12 @@ def did_you_mean_file(name: str, files: Iterable[str]) -> str:
 
     """
     by_stem: dict[str, list[str]] = {}
-    for file in files:
-        by_stem.setdefault(os.path.splitext(os.path.basename(file))[0], []).append(file)
     stem, extension = os.path.splitext(os.path.basename(name))
+    for file in files:
+        other, kind = os.path.splitext(os.path.basename(file))
+        # What follows the last dot of a number is no kind of file.
+        if other.lower() == stem.lower() or kind == extension or not extension[1:].isalpha():
+            by_stem.setdefault(other, []).append(file)
     near = nearest(stem, by_stem)
     if near is None:
         return ""

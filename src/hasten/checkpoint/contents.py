@@ -196,6 +196,10 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
         raise make_error(ValueError, what, fix=bare)
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:8]
+        # A loop by hand often saves them beside the optimizer's state.
+        inside = [name for name, value in checkpoint.items() if _is_weights(value)]
+        if inside:
+            bare = f"Load bare weights with model.load_state_dict(torch.load(path)[{inside[0]!r}])."
         raise make_error(
             ValueError, f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it.", fix=bare
         )
@@ -326,6 +330,10 @@ def state_of(ranks: Sequence[Any], rank: int, share: tuple[int, int]) -> Any:
 
 
 # -- weights and optimizers
+
+
+def _is_weights(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(each, Tensor) for each in value.values())
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> Any:

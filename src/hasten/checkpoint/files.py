@@ -714,6 +714,8 @@ def _newest_in(folder: Path) -> str:
 
 def not_found(path: Path, *words: str) -> str:
     """Return the message for a file that does not exist, with the nearest name in its folder or among ``words``."""
+    if path.parts[:1] == ("~",):
+        return "'~' is not expanded here: write os.path.expanduser(...)."
     if not path.parent.is_dir():
         near = did_you_mean(path.parent.name, [each.name for each in path.parent.parent.glob("*")])
         return f"the folder {str(path.parent)!r} does not exist.{near}{_nearest_below_parents(path)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
+from hasten._lib.files import require_folder
 from hasten._lib.names import did_you_mean, nearest
 
 # (name, what stands for its value in the help, function that reads it or the allowed words, help); None: a flag
@@ -107,6 +108,15 @@ def new_file(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist.")
     return path
+
+
+def folder(text: str) -> str:
+    """An argument that is a folder, or can become one."""
+    try:
+        require_folder("", "", text)
+    except NotADirectoryError:
+        raise argparse.ArgumentTypeError(f"{text} is a file, or below one. Give a folder.") from None
+    return text
 
 
 def whole(smallest: int) -> Callable[[str], int]:

@@ -75,7 +75,11 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         if call != "fit":
             both = f"both `trainer.{call}(dataloaders=..., datamodule=...)`"
         raise MisconfigurationException(f"You cannot pass {both}: the data is given twice.", fix="Pass one of them.")
-    for one in given:
+    loaders = list(given)
+    for several in given:
+        if isinstance(several, (list, tuple)):
+            loaders += several
+    for one in loaders:
         if isinstance(one, LightningDataModule) or (isinstance(one, type) and issubclass(one, LightningDataModule)):
             what = f"Trainer.{call}(): {_name(one)} is a LightningDataModule, and was given in place of loaders."
             raise make_error(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.errors import make_error
 from hasten._lib.files import write_atomically
 from hasten._lib.names import did_you_mean
-from hasten.commands.parser import Parser, whole
+from hasten.commands.parser import Parser, folder, whole
 from hasten_lightning.commands.run import add_program, check_program, parse_program, program_words
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def make_parser() -> Parser:
     add("--local-addr", metavar="ADDRESS", help="the address of this machine for the others, if its name is not enough")
     add("--restarts", "--max-restarts", metavar="N", type=whole(0), default=0,
         help="start all processes again so often when one has failed (default 0)")  # fmt: skip
-    add("--log-dir", metavar="FOLDER", help="write the output of each process to a file there, too")
+    add("--log-dir", metavar="FOLDER", type=folder, help="write the output of each process to a file there, too")
     add("--save", metavar="FILE", help="write the other options to this YAML file; without PROGRAM, do nothing else")
     add("--config", metavar="FILE", help="take options from this file; those of the command line come first")
     add("--standalone", action="store_true", help="as torchrun has it: one machine, which is the default")
