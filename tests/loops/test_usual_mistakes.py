@@ -629,6 +629,24 @@ def test_what_changes_something_is_not_said(tmp_path: Path) -> None:
             quiet(max_epochs=2).fit(kind(), loader(), loader(4))
 
 
+class GrowsLater(Classifier):
+    """Makes a layer in its first forward, and a copy that is not to be trained."""
+
+    def forward(self, x: Any) -> Any:
+        if not hasattr(self, "late"):
+            self.late = torch.nn.Linear(2, 2)
+            self.copy = copy.deepcopy(self.layers)
+        return self.late(super().forward(x))
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 1])
+@pytest.mark.parametrize("data", [(loader(),), (loader(), loader(4))])
+def test_a_layer_that_no_optimizer_has_is_named(data: Any, sanity_steps: int) -> None:
+    with warned(UserWarning, says="(late.weight, late.bias)", fix="in __init__") as said:
+        quiet(max_epochs=1, num_sanity_val_steps=sanity_steps).fit(GrowsLater(), *data)
+    assert not [each for each in said if "copy." in str(each.message)]
+
+
 def test_an_average_of_a_fit_before_is_not_missed() -> None:
     trainer = quiet(callbacks=EMAWeightAveraging())
     trainer.fit(Classifier(), loader())

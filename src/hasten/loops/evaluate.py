@@ -334,6 +334,9 @@ def validate_if_due(run: Run) -> None:
         or run.conventions.clears_gradients
         or overrides(run.module, LightningModule, "on_validation_model_zero_grad")
     )
+    if run.observers.first_epoch.compares_parts:
+        # Their gradients go now.
+        run.observers.first_epoch.find_added(run)
     if progress.accumulation_index == 0 and may_release:
         run.logged.leave()  # No value belongs to this hook.
         run.module.on_validation_model_zero_grad()

@@ -57,6 +57,21 @@ def _warn_of_new_parameters(module: nn.Module, known: Mapping[int, Any], trained
         )
 
 
+def _warn_of_added_parameters(run: Run, known: set[int]) -> None:
+    """Warn of layers that the first epoch has made, and that got gradients which no optimizer uses."""
+    parameters = parameters_of(*run.optimizers)
+    if any(map(is_sharded, parameters)) or not run.module.automatic_optimization:
+        return  # In manual optimization the program may have an optimizer of its own for them.
+    known = known | set(map(id, parameters))
+    new = [name for name, each in run.module.named_parameters() if each.grad is not None and id(each) not in known]
+    if new:
+        rank_zero_warn(
+            f"{type(run.module).__name__}: layers were made after configure_optimizers(), and are not trained "
+            f"({', '.join(new[:_NAMED])}): no optimizer has them.",
+            fix="Make them in __init__, configure_model or setup; an nn.LazyLinear finds its input size by itself.",
+        )
+
+
 class FirstEpoch:
     """Checks for mistakes in the first epoch of a fit, before its first batch and after its last."""
 
@@ -66,6 +81,9 @@ class FirstEpoch:
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
         # The parameters of the module when its optimizers were made, by id.
         self._known: Mapping[int, nn.Parameter] = {}
+        # The ids of these and of the trained ones, and whether those of the first batches are still compared with them.
+        self._own: set[int] = set()
+        self.compares_parts = False
         # Before the epoch: the steps so far, and how often torch had changed each trained parameter in place.
         self._steps = 0
         self._versions: list[tuple[nn.Parameter, int]] = []
@@ -127,6 +145,8 @@ class FirstEpoch:
             idle = part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if idle and not trained.keys().isdisjoint(map(id, part.parameters(recurse=False))):
                 found.append(name)
+        self._own = known.keys() | trained.keys()
+        self.compares_parts = True
         if (trained.keys() - own) & known.keys():
             _warn_of_new_parameters(module, known, trained)
         if found:
@@ -186,6 +206,21 @@ class FirstEpoch:
                     fix="Leave scheduler.step() out, or set automatic_optimization = False.",
                 )
 
+    def find_added(self, run: Run) -> None:
+        """Warn of parameters that the module did not have before the epoch, if they should be trained."""
+        self.compares_parts = False
+        parts: list[nn.Module | None] = [run.module]
+        walked: set[nn.Module] = set()
+        now: set[int] = set()
+        # Without calls in Python: this runs in every fit. Parts that follow are added while it goes on.
+        for part in parts:
+            if part is not None and part not in walked:
+                walked.add(part)
+                now.update(map(id, part._parameters.values()))
+                parts.extend(part._modules.values())
+        if now - self._own - {id(None)}:
+            _warn_of_added_parameters(run, self._own)
+
     def _warn_of_interval(self, run: Run) -> None:
         """Warn as Lightning does, whatever is logged."""
         every, batches = run.arguments.log_every_n_steps, run.data.train.limit
@@ -205,6 +240,8 @@ class FirstEpoch:
         _warn_of_broadcast_losses(run.module, self._broadcast)
         _warn_of_untrained(run, self._versions, run.progress.global_step - self._steps, lazy=self._has_lazy)
         self._compare(run)
+        if self.compares_parts:
+            self.find_added(run)
         self._versions, self._still, self._stepped = [], None, []
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         by_hand = run.optimizers and not (run.module.automatic_optimization or run.arguments.fast_dev_run)
