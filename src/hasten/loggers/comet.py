@@ -94,7 +94,8 @@ class CometLogger(UploadingLogger):
         given: dict[str, Any] = {**kwargs, "project": project, "online": online}
         for old, new in _OLDER_NAMES.items():
             if old in given:
-                rank_zero_warn(f"CometLogger({old}=...) is an older name.", DeprecationWarning, fix=f"Write {new}=.")
+                what = f"CometLogger: The parameter `{old}` is deprecated."
+                rank_zero_warn(what, DeprecationWarning, fix=f"Write {new}=.")
                 value = given.pop(old)
                 if given.get(new) is None:
                     given[new] = not value if old == "offline" else value

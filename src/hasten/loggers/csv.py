@@ -176,10 +176,11 @@ class ExperimentWriter:
         log_dir = self.log_dir
         if entries(log_dir):
             starts_over = conventions.current().csv_starts_over
-            what = "The rows in its {} are removed" if starts_over else "New rows are appended to its {}"
+            deleted = "Previous log files in this directory will be deleted when the new ones are saved!"
+            appended = f"New rows are appended to its {self.NAME_METRICS_FILE}."
             rank_zero_warn(
-                f"Experiment logs directory {log_dir} exists and is not empty. {what.format(self.NAME_METRICS_FILE)};",
-                fix="give another version= to keep runs apart.",
+                f"Experiment logs directory {log_dir} exists and is not empty. {deleted if starts_over else appended}",
+                fix="Give another version= to keep runs apart.",
             )
             if starts_over and exists(self.metrics_file_path):
                 system = self._fs if is_url(log_dir) else None

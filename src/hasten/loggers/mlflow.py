@@ -326,7 +326,7 @@ def _allowed(name: str) -> str:
     if kept != name:
         warn_once(
             f"mlflow name {name}",
-            "MLFlowLogger: MLflow only allows letters, digits, '_', '/', '.', '-' and ' ' in names of values. "
+            "MLFlow only allows '-', '_', '/', '.' and ' ' special characters in metric name. "
             f"Replacing {name} with {kept}.",
             RuntimeWarning,
         )

@@ -128,9 +128,9 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             except Exception as error:
                 raise make_error(
                     _NoNumber,
-                    f"TensorBoardLogger cannot log {name!r} = {value!r}.",
+                    f"TensorBoardLogger: {name!r}: you tried to log {value} which is currently not supported.",
                     fix=(
-                        "Log a number, a tensor of one element, or a dict of numbers; anything else through "
+                        "Try a dict or a scalar/tensor: numbers, tensors of one element. Anything else goes through "
                         "logger.experiment."
                     ),
                 ) from error
@@ -180,10 +180,19 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             with readable_by_jit():
                 self.experiment.add_graph(model, example if device is None else move_to(example, device))
             return
-        found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
+        if example is None:
+            found = "The `model.example_input_array` attribute is not set or `input_array` was not given"
+        else:
+            found = (
+                f"The `input_array` or `model.example_input_array` has type {type(example)} which can't be traced by "
+                "TensorBoard"
+            )
         rank_zero_warn(
-            f"TensorBoardLogger(log_graph=True): the graph of {type(model).__name__} is not logged, {found}.",
-            fix="Set self.example_input_array in its __init__: a tensor, or a tuple of forward's positional arguments.",
+            f"Could not log computational graph to TensorBoard: {found}. The model is {type(model).__name__}.",
+            fix=(
+                "Set self.example_input_array in its __init__. Make the input array a tuple representing the "
+                "positional arguments to the model's `forward()` implementation, or a tensor."
+            ),
         )
 
     @rank_zero_only

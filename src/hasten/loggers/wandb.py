@@ -93,7 +93,9 @@ class WandbLogger(UploadingLogger):
         check.declared(WandbLogger.__init__, locals())
         need("wandb", purpose="WandbLogger")
         if offline and log_model:
-            what = f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline."
+            what = (
+                f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded in offline mode."
+            )
             raise MisconfigurationException(what, fix="Leave out one of the two.", argument="log_model")
         if version is not None and not isinstance(version, str):
             allowed = "a string, or a whole number of at least 0"
@@ -139,7 +141,7 @@ class WandbLogger(UploadingLogger):
         wandb = need("wandb", purpose="WandbLogger")
         if wandb.run is not None:
             rank_zero_warn(
-                f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger continues it.",
+                f"There is a wandb run already in progress, {wandb.run.id}, and this WandbLogger continues it.",
                 fix="Call wandb.finish() before making the logger to start a new run.",
             )
             return wandb.run
@@ -156,7 +158,7 @@ class WandbLogger(UploadingLogger):
             what = f"WandbLogger: W&B did not start a run: {error}."
             fix = "Log in with `wandb login`, or write files only with WandbLogger(offline=True)."
             raise make_error(RuntimeError, what, fix=fix) from error
-        if not hasattr(run, "define_metric"):
+        if getattr(run, "define_metric", None) is None:
             return run  # of an old version of W&B
         if self._wandb_init.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
@@ -249,10 +251,13 @@ class WandbLogger(UploadingLogger):
         self, kind: str, argument: str, key: str, items: Any, step: int | None, options: dict[str, list[Any]]
     ) -> None:
         owner = f"WandbLogger.log_{kind.lower()}"
-        check.instance(owner, argument, items, list, f"{argument}=[...], also for one")
+        if not isinstance(items, list):
+            what = f'{owner}: Expected a list as "{argument}", found {type(items)}.'
+            raise make_error(TypeError, what, fix=f"Write {argument}=[...], also for one.", argument=argument)
         for name, values in options.items():
             if len(values) != len(items):
-                raise ValueError(f"{owner}: {name} has {len(values)} items for {len(items)} {argument}.")
+                what = f"{owner}: Expected {len(items)} items but only found {len(values)} for {name}."
+                raise make_error(ValueError, what, fix=f"Give one for each of the {argument}.", argument=name)
         make = getattr(need("wandb", purpose="WandbLogger"), kind)
         media = [make(item, **{name: values[i] for name, values in options.items()}) for i, item in enumerate(items)]
         self.log_metrics({key: media}, step)

@@ -74,8 +74,12 @@ else:
 
             # When called, not when looked up: tools inspect the methods of instances.
             def refuse(*_: Any, **__: Any) -> Any:
-                what = f"{kind}.{name}() cannot be called on an instance: it makes a new object."
-                raise make_error(TypeError, what, fix=f"Write model = {kind}.{name}(path).")
+                what = f"The classmethod `{kind}.{name}` cannot be called on an instance."
+                fix = (
+                    "Please call it on the class type and make sure the return value is used: "
+                    f"model = {kind}.{name}(path)."
+                )
+                raise make_error(TypeError, what, fix=fix)
 
             return refuse
 
@@ -753,8 +757,8 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
                 continue
             if key in found and not _same(found[key], value):
                 raise MisconfigurationRuntimeError(
-                    f"Error while merging hparams: {key!r} is {found[key]!r} in the module and {value!r} in the "
-                    "datamodule.",
+                    f"Error while merging hparams: the keys {[key]} are present in both the LightningModule's and "
+                    f"LightningDataModule's hparams but have different values, {found[key]!r} and {value!r}.",
                     fix="Give them different names, or save_hyperparameters(logger=False) in one of them.",
                 )
             found[key] = value
