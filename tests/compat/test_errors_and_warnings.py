@@ -261,26 +261,34 @@ def test_averaging_that_a_checkpoint_does_not_have_is_a_warning(tmp_path: Path) 
         second.fit(BoringModel(), ckpt_path=tmp_path / "first.ckpt")
 
 
-def test_errors_of_helpers_have_the_words_that_tests_of_programs_compare() -> None:
+def test_errors_of_helpers_have_the_words_that_tests_of_programs_compare(tmp_path: Path) -> None:
     import torch
     from lightning.fabric.utilities import device_parser, init
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
     from lightning.fabric.utilities.data import has_len
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
     from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities import grad_norm
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.parsing import lightning_getattr
 
     bare = torch.nn.Module()
     bare.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, "does not contain a single element", lambda: convert_tensors_to_scalars(torch.ones(2))),
-        (MisconfigurationException, "could not infer the batch_size", lambda: extract_batch_size("abc")),
+        (MisconfigurationException, "provide the batch_size as `self.log(...", lambda: extract_batch_size("abc")),
         (RuntimeError, "Cannot set the dtype", lambda: setattr(_DeviceDtypeModuleMixin(), "dtype", torch.half)),
         (TypeError, "Expected `torch.nn.Module`", lambda: init._has_meta_device_parameters_or_buffers([])),
         (TypeError, "`Module.reset_parameters` method", lambda: init._materialize_meta_tensors(bare, "cpu")),
         (AttributeError, "neither stored in the model namespace", lambda: lightning_getattr(BoringModel(), "depth")),
+        (
+            ValueError,
+            "The parent should define the method",
+            lambda: is_overridden("training_step", BoringModel(), torch.nn.Module),
+        ),
     ]
     for kind, words, call in calls:
         with refused(kind, says=words):
@@ -289,5 +297,10 @@ def test_errors_of_helpers_have_the_words_that_tests_of_programs_compare() -> No
         device_parser._parse_gpu_ids(-1)
     with warned(UserWarning, says="`list` returned 0 length"):
         has_len([])
-    with warned(UserWarning, says="ambiguous collection"):
+    with refused(ValueError, "norm_type", says="a positive number or 'inf' (infinity norm). Got 0"):
+        grad_norm(bare, 0)
+    with warned(UserWarning, says="from an ambiguous collection. The batch size we found is 2."):
         extract_batch_size([torch.ones(2), torch.ones(3)])
+    (tmp_path / "lightning_logs" / "version_0" / "of_an_earlier_run").mkdir(parents=True)
+    with warned(UserWarning, says="Previous log files in this directory will be deleted when the new ones are saved!"):
+        assert CSVLogger(tmp_path, version=0).experiment

@@ -181,7 +181,7 @@ def test_an_error_ends_the_recording(tmp_path: Path) -> None:
     [
         ({"sort_by_key": "cpu_tim"}, ValueError, "sort_by_key='cpu_tim'.*Did you mean 'cpu_time'"),
         ({"schedule": 3}, ValueError, "schedule=3.*torch.profiler.schedule"),
-        ({"schedule": lambda step: step}, ValueError, "returns a ProfilerAction"),
+        ({"schedule": lambda step: step}, ValueError, "return a `torch.profiler.ProfilerAction`"),
         ({"table_kwargs": {"row_limit": 3}}, KeyError, "Pass row_limit="),
         ({"table_kwargs": {"sort_by": "a"}}, KeyError, "Pass sort_by_key="),
         ({"table_kwargs": {"hedder": "a"}}, KeyError, "Did you mean 'header'"),

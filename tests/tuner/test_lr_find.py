@@ -186,7 +186,7 @@ class Skips(Classifier):
     [
         (Manual(), {}, "manual optimization sets the learning rate itself"),
         (Untrained(), {}, "returned 0 optimizers, and a sweep only works with single"),
-        (Follows(1.0), {}, r"has neither self\.lr nor self\.learning_rate"),
+        (Follows(1.0), {}, r"should have one of these fields"),
         (Skips(), {"num_training": 3}, "lr_find: no step was trained"),
         (Classifier(), {"mode": "exp"}, "use one of .exponential., .linear."),
         (Classifier(), {"min_lr": 0}, "0 < min_lr < max_lr"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.extend.entry_points import found, load
@@ -211,8 +211,12 @@ def resolve(profiler: object) -> Profiler:
         check.instance("Trainer", "profiler", profiler, Profiler, f"{example}, a name from {names}, or None")
     name = str(profiler).lower()
     if name not in names:
-        allowed, hint = f"one of {names}, a Profiler, or None", did_you_mean(name, names)
-        raise check.wrong("Trainer", "profiler", profiler, allowed, hint=hint, error=MisconfigurationException)
+        what = (
+            f"Trainer(profiler={profiler!r}): When passing string value for the `profiler` parameter of `Trainer`, "
+            f"it can only be one of {names}."
+        )
+        fix = did_you_mean(name, names).strip() or "Use one of them, a Profiler, or None."
+        raise make_error(MisconfigurationException, what, fix=fix, argument="profiler")
     if name in NAMED:
         make = getattr(importlib.import_module("hasten.profilers"), NAMED[name])
     else:

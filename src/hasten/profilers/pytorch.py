@@ -392,11 +392,9 @@ def _check_arguments(kwargs: Iterable[str]) -> None:
 def _check_schedule(schedule: Schedule | None) -> None:
     if schedule is None or (callable(schedule) and isinstance(schedule(0), ProfilerAction)):
         return
+    should = "return a `torch.profiler.ProfilerAction`" if callable(schedule) else "be a callable"
     raise MisconfigurationException(
-        f"PyTorchProfiler(schedule={schedule!r}):",
-        fix=(
-            "use a function of the step that returns a ProfilerAction, such as torch.profiler.schedule(wait=1, "
-            "warmup=1, active=3)."
-        ),
+        f"PyTorchProfiler(schedule={schedule!r}): Schedule should {should}.",
+        fix="Use a function of the step, such as torch.profiler.schedule(wait=1, warmup=1, active=3).",
         argument="schedule",
     )

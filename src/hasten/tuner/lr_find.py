@@ -86,9 +86,9 @@ class LRFinder:
         finite = torch.isfinite(losses)
         if int(finite.sum()) < 2:
             log.error(
-                f"Failed to compute suggestion for learning rate: {int(finite.sum())} of "
-                f"{len(self.results['loss'])} losses can be compared, which is too few. Use more steps "
-                "(num_training), or check the model and its data."
+                "Failed to compute suggestion for learning rate because there are not enough points. Increase the loop "
+                f"iteration limits or the size of your dataset/dataloader. {int(finite.sum())} of "
+                f"{len(self.results['loss'])} losses can be compared: use a larger num_training."
             )
             self._optimal_idx = None
             return None
@@ -177,8 +177,8 @@ def rate_of(
     found = next((value for value in values if value.holders()), None)
     if found is None and update:
         raise LearningRateNotFound(
-            f"lr_find: {type(module).__name__} has neither self.lr nor self.learning_rate, and should have one of "
-            "these fields.",
+            "When using the learning rate finder, either `model` or `model.hparams` should have one of these fields: "
+            f"['lr', 'learning_rate']. {type(module).__name__} has neither.",
             fix="Set one and use it in configure_optimizers(), name another with attr_name, or use update_attr=False.",
         )
     return found

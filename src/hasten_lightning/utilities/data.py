@@ -109,12 +109,13 @@ def extract_batch_size(batch: Batch) -> int:
     map_tensors(tensors.append, batch)
     if not tensors:
         raise MisconfigurationException(
-            f"We could not infer the batch_size from a {type(batch).__name__}. Write self.log(..., batch_size=...)."
+            "We could not infer the batch_size from the batch. Either simplify its structure or provide the batch_size "
+            f"as `self.log(..., batch_size=batch_size)`. The batch is a {type(batch).__name__}."
         )
     if len({tensor.shape[:1] for tensor in tensors}) > 1:
         rank_zero_warn(
-            f"Trying to infer the `batch_size` from an ambiguous collection: the tensors of the {type(batch).__name__} "
-            f"have different first dimensions; {size} is used. Write self.log(..., batch_size=...)."
+            f"Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is {size}. To "
+            "avoid any miscalculations, use `self.log(..., batch_size=batch_size)`."
         )
     return size
 

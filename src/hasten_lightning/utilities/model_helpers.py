@@ -53,7 +53,9 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if not hasattr(instance, method_name):
         return False
     if not hasattr(parent, method_name):
-        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} does not have this method.")
+        raise ValueError(
+            f"is_overridden({method_name!r}): The parent should define the method. {parent.__name__} does not."
+        )
     return overrides(instance, parent, method_name)
 
 
@@ -139,7 +141,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     power = float(norm_type)
     if not power > 0:
-        what = f"grad_norm(norm_type={norm_type!r}): `norm_type` must be a positive number or 'inf'."
+        what = f"grad_norm: `norm_type` must be a positive number or 'inf' (infinity norm). Got {norm_type}."
         raise make_error(ValueError, what, argument="norm_type")
     name = f"grad_{power}_norm"
     norms = {
