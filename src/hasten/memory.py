@@ -351,6 +351,8 @@ class _Before:
         }
         # torch.func.functional_call shows other weights for the time of a forward.
         self._weights = [(part._parameters, dict(part._parameters)) for part in block.modules() if part._parameters]
+        # toggle_optimizer may freeze weights between forward and backward.
+        self._trained = [(weight, weight.requires_grad) for weight in block.parameters()]
 
     def keep_what_changed(self) -> None:
         """Forget what the forward has not changed: the recomputation needs no copy of it."""
@@ -373,11 +375,23 @@ class _Before:
         put_back(earlier)
         return now
 
+    def exchange_trained(self) -> list[tuple[nn.Parameter, bool]]:
+        """Train the weights that the forward trained; return what ``set_trained`` needs to undo that."""
+        changed = [(weight, trained) for weight, trained in self._trained if weight.requires_grad != trained]
+        set_trained(changed)
+        return [(weight, not trained) for weight, trained in changed]
+
 
 def put_back(held: Iterable[tuple[Any, Any]]) -> None:
     """Restore the contents of objects."""
     for thing, contents in held:
         _ways_of(thing)[1](thing, contents)
+
+
+def set_trained(weights: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    """Set whether each weight receives a gradient."""
+    for weight, trained in weights:
+        weight.requires_grad_(trained)
 
 
 class _Earlier:
@@ -388,9 +402,11 @@ class _Earlier:
 
     def __enter__(self) -> None:
         self.now = self.before.exchange()
+        self.trained_now = self.before.exchange_trained()
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
+        set_trained(self.trained_now)
         put_back(self.now)
         return self.inner.__exit__(*error)
 

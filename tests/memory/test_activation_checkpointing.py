@@ -255,6 +255,39 @@ class TakesNext(Block):
         return super().forward(x) * (1 + next(self.numbers))
 
 
+class TogglesAfterForward(Deep):
+    """Freezes the weights of the other optimizer between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            loss = nn.functional.cross_entropy(self(x), y)
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.last)]
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_weights_may_be_frozen_between_forward_and_backward(how: Any) -> None:
+    trained = []
+    for memory in (None, how):
+        L.seed_everything(3, verbose=False)
+        model = TogglesAfterForward()
+        quiet(max_steps=6, memory=memory).fit(model, loader())
+        trained.append(model)
+    assert same_weights(*trained)
+    assert all(weight.requires_grad for weight in trained[1].parameters())
+
+
 @pytest.mark.parametrize("how", ["selective", "full"])
 @pytest.mark.parametrize("block", [CountsForAll, CountsInTheClass, TakesNext])
 def test_what_cannot_be_restored_is_refused_before_the_first_step(block: Any, how: str) -> None:
