@@ -32,6 +32,11 @@ class ReadOnce(IterableDataset[Any]):
         return self.rest
 
 
+class NoSamples(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 # -- data that ends
 
 
@@ -63,6 +68,12 @@ def test_an_evaluation_of_a_generator_at_its_end_is_said() -> None:
     assert trainer.validate(Classifier(), data, verbose=False)[0]
     with warned(UserWarning, says=("val_dataloader", "generator"), fix="DataLoader"):
         assert trainer.validate(Classifier(), data, verbose=False) == [{}]
+    # Each validation of a stream that has no samples at all is empty, which is said once.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        quiet(max_epochs=3, num_sanity_val_steps=1).fit(Classifier(), loader(), DataLoader(NoSamples()))
+    (one,) = (str(warning.message) for warning in said if "NoSamples" in str(warning.message))
+    assert "Look at the data that it reads" in one
 
 
 @pytest.mark.parametrize("data", [{"x": torch.zeros(4, 8), "y": torch.zeros(4)}, {"names": "ab"}])

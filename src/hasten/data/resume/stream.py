@@ -60,7 +60,7 @@ def nothing_read(loader: Iterable[Any], name: str) -> tuple[str, str]:
     kind = type(users_dataset(loader)).__name__
     return (
         f"{name} gave no batches: the {kind} has too few samples for one.",
-        f"Make {kind}.__iter__() start from the beginning each time it is called.",
+        f"Look at the data that it reads, and let {kind}.__iter__() start from the beginning each time it is called.",
     )
 
 
@@ -273,7 +273,7 @@ class Stream:
         self._draws = collect_rng_state(cuda=False) != before
         if batch is _END and not self._replays:
             what, fix = nothing_read(self.loader, self.name)
-            rank_zero_warn(what, fix=fix)
+            warn_once("no-batches", what, fix=fix, of=self)
         return batch
 
     def _compare_with_length(self, count: int, length: int | None, certain: int | None = None) -> None:
