@@ -131,6 +131,7 @@ def copies(mode: str, folder: Path) -> None:
         ("rank1 exits, others sleep", RuntimeError, "3"),
         ("rank1 raises", KeyError, "user's"),
         ("rank1 is interrupted", KeyboardInterrupt, "1"),
+        ("rank1 ends its steps", RuntimeError, "the process of rank 1 has ended its program"),
     ],
 )
 def test_a_lost_copy_raises_here_and_is_named(mode: str, kind: type[Exception], fact: str, tmp_path: Path) -> None:

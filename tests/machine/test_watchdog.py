@@ -91,6 +91,12 @@ def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change(
     dead = judge({0: waiting(16, waits=True), 1: late(16)}, TIMEOUT, warned=False, ended=[1])
     assert dead is not None
     assert (dead.code, dead.headline) == (1, "Rank 1 has ended in the middle of the run.")
+    gone = judge({1: waiting(16, in_backward=True)}, TIMEOUT, warned=False, left={0: late(0)})
+    assert gone is not None
+    assert gone.headline.startswith("Rank 0 has ended the program without a collective that rank 1 is in.")
+    # Rank 0 took part in it, or rank 1 does work of its own.
+    assert judge({1: waiting(16, waits=True)}, TIMEOUT, warned=False, left={0: waiting(0)}) is None
+    assert judge({1: waiting(16)}, TIMEOUT, warned=False, left={0: late(0)}) is None
 
 
 def test_a_process_that_gathers_shards_waits_for_the_others() -> None:

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -36,6 +37,8 @@ _POLL_SECONDS = 0.002
 _ASK_AFTER_SECONDS = 1.0
 _ANSWER_POLL_SECONDS = 0.05
 _END = "end"
+# How a process says that it leaves the group: with its work done, or after an error.
+_DONE, _FAILED = "1", "error"
 
 # Called with the place where another process waits; returns True if this process has passed it without stopping, False
 # if it has not reached it yet, None if it waits there, too.
@@ -93,7 +96,7 @@ def announce_leaving() -> None:
     """Tell the others that this process leaves the group."""
     # The store may be gone already, or the program has ended the group.
     with suppress(RuntimeError, ValueError):
-        store().set(f"left/{dist.get_rank()}", "1")
+        store().set(f"left/{dist.get_rank()}", _DONE if getattr(sys, "last_value", None) is None else _FAILED)
 
 
 def has_left(rank: int) -> bool:
@@ -134,7 +137,7 @@ def find_dead_peer(seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
         try:
             while not found and time.monotonic() < deadline:
-                found.extend(_ended())
+                found.extend(_ended() or _done())
                 time.sleep(_ANSWER_POLL_SECONDS)
         except (RuntimeError, ValueError):
             if store_has_ended(address):
@@ -164,6 +167,13 @@ def _ended() -> list[str]:
                 "called os._exit"
             )
     return with_error + without
+
+
+def _done() -> list[str]:
+    """Return a sentence about each process that has left the group without an error."""
+    ranks = [rank for rank in range(dist.get_world_size()) if has_left(rank)]
+    done = [rank for rank in ranks if store().get(f"left/{rank}").decode() == _DONE]
+    return [f"the process of rank {rank} has ended its program" for rank in done]
 
 
 def _machine() -> str:

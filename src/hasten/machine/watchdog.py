@@ -16,10 +16,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -91,11 +92,18 @@ class Verdict:
     late: list[int]
 
 
-def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended: Sequence[int] = ()) -> Verdict | None:
+def judge(
+    beats: dict[int, Beat],
+    timeout_seconds: float,
+    *,
+    warned: bool,
+    ended: Sequence[int] = (),
+    left: Mapping[int, Beat] = MappingProxyType({}),
+) -> Verdict | None:
     """Decide what to do, from the last reports of all processes that have not left; None for nothing.
 
     The timeout is that of a step. ``warned`` says whether this standstill was reported before; the processes of the
-    ranks ``ended`` are known to have ended in the middle of the run.
+    ranks ``ended`` are known to have ended in the middle of the run; ``left`` has the last reports of those that left.
     """
     idle = min(beat.idle_seconds for rank, beat in beats.items() if rank not in ended)
     late = behind(beats)
@@ -108,7 +116,7 @@ def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended
         if waited >= _grace_seconds(beats, timeout_seconds, stalled=stalled):
             name = "Ctrl-C" if first.stop == signal.SIGINT else signal.Signals(first.stop).name
             return Verdict(f"{name} arrived, and {_standstill(beats, late, waited)}.", 128 + first.stop, late)
-    if idle >= (STALLED_SECONDS if ended else GRACE_SECONDS) and (never := _never_ends(beats, late, ended)):
+    if idle >= (STALLED_SECONDS if ended else GRACE_SECONDS) and (never := _never_ends(beats, late, ended, left)):
         return Verdict(never, code, late)
     if not stalled or any(beat.is_unlimited for beat in beats.values()):
         return None
@@ -132,14 +140,31 @@ def _judge_standstill(
     return None
 
 
-def _never_ends(beats: dict[int, Beat], late: list[int], ended: Sequence[int]) -> str:
+def _never_ends(beats: dict[int, Beat], late: list[int], ended: Sequence[int], left: Mapping[int, Beat]) -> str:
     """Return why a standstill cannot end by itself, "" if it may."""
     if ended and any(beat.waits or beat.in_backward for rank, beat in beats.items() if rank not in ended):
         text = f"{format_ranks(list(ended))} {'has' if len(ended) == 1 else 'have'} ended in the middle of the run."
         return text[0].upper() + text[1:]
+    if text := _waits_for_the_left(beats, left):
+        return text
     # A rank that is behind may still be in a collective of a checkpoint that the others have completed.
     completes = any(beats[rank].in_save_checkpoint or beats[rank].saves for rank in late)
     return "" if completes or not all(beat.waits for beat in beats.values()) else _saved_on_some(beats)
+
+
+def _waits_for_the_left(beats: Mapping[int, Beat], left: Mapping[int, Beat]) -> str:
+    """Return which ranks have left without a collective that others are in, "" for none."""
+    waiting = [rank for rank, beat in beats.items() if beat.waits or beat.in_backward]
+    gone = [
+        rank
+        for rank, last in left.items()
+        if any(beats[other].groups.get(name, 0) > begun for name, begun in last.groups.items() for other in waiting)
+    ]
+    if not gone:
+        return ""
+    verb, be = "has" if len(gone) == 1 else "have", "is" if len(waiting) == 1 else "are"
+    text = f"{format_ranks(gone)} {verb} ended the program without a collective that {format_ranks(waiting)} {be} in."
+    return f"{text[0].upper()}{text[1:]} Make as many steps, and the same calls such as all_reduce, on all processes."
 
 
 def _saved_on_some(beats: dict[int, Beat]) -> str:
@@ -241,6 +266,7 @@ class Watchdog:
         if not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._beat.left = True
+                self._beat.groups = collectives_begun()
                 self._write()
 
     # -- the thread
@@ -266,7 +292,7 @@ class Watchdog:
             own = Beat(**asdict(self._beat))
             # This process cannot be compared with others: a backward that does not end waits for them.
             own.waits = own.waits or own.in_backward
-            if (verdict := self._judge({self.rank: own}, [0] if server_has_ended else [])) is not None:
+            if (verdict := self._judge({self.rank: own}, [0] if server_has_ended else [], {})) is not None:
                 self._report_alone(verdict, silent)
 
     def _look(self) -> None:
@@ -317,7 +343,8 @@ class Watchdog:
                 return
         if due and not any(self._lives(rank, now) for rank in range(self.rank)):
             beats = self._everybody(now)
-            verdict = self._judge(beats, [rank for rank in beats if self._has_ended(rank, now)])
+            left = {rank: beat for rank, (beat, _) in self._known.items() if beat.left}
+            verdict = self._judge(beats, [rank for rank in beats if self._has_ended(rank, now)], left)
             if verdict is not None:
                 self._give_order(verdict)
 
@@ -335,8 +362,8 @@ class Watchdog:
         elif self._store.check([key]):
             requests.heard = int(self._store.get(key))
 
-    def _judge(self, beats: dict[int, Beat], ended: Sequence[int]) -> Verdict | None:
-        verdict = judge(beats, self.timeout_seconds, warned=self._warned, ended=ended)
+    def _judge(self, beats: dict[int, Beat], ended: Sequence[int], left: Mapping[int, Beat]) -> Verdict | None:
+        verdict = judge(beats, self.timeout_seconds, warned=self._warned, ended=ended, left=left)
         if verdict is not None and verdict.code is None:
             self._warned = True
         return verdict
