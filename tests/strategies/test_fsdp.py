@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import quiet
 from tests.refusals import refused
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -215,6 +216,15 @@ class Gan(L.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.generator, self.critic)]
 
 
+class EvaluatesTwice(Net):
+    """Its evaluation calls itself, and then its parts again."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        again = self.head(self.blocks(self.embed(x)))
+        self.log("val_loss", nn.functional.mse_loss(self(x) + again, y), sync_dist=True)
+
+
 class OnMeta(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -240,6 +250,12 @@ def test_manual_optimization_uneven_evaluation_and_the_start() -> None:
     for samples in (17, 9, 5):
         theirs, ours = (t.validate(m, loader(4, samples), verbose=False) for t, m in ((one, net), (many, sharded)))
         assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], abs=1e-5)
+    # The second process has no batch, and has never had one.
+    theirs, ours = (
+        quiet(devices=devices, strategy=strategy).validate(EvaluatesTwice(), loader(4, 1), verbose=False)
+        for devices, strategy in ((1, "auto"), (2, "fsdp"))
+    )
+    assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], abs=1e-5)
     # A second fit with the weights of the first.
     torch.testing.assert_close(whole(fit(2, "fsdp", sharded)[1]), whole(fit(1, "auto", net)[1]))
 

@@ -307,12 +307,16 @@ def _together(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[A
         have, heard = state.tolist()
         if heard or not have:
             return
+        some_have_none = first and have < run.runtime.world_size
+        if some_have_none:
+            lowest = torch.tensor(run.runtime.world_size if item is _END else run.runtime.global_rank)
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+            strategy.sharding.follow(int(lowest), group)
         if item is not _END:
             yield item
         else:
             strategy.sharding.compute_along(run.module)
-        if first and have < run.runtime.world_size:
-            # A process without any batch cannot have seen the order.
+        if some_have_none:
             _check_order(run)
         first = False
 

@@ -447,6 +447,12 @@ class Sharding(StrategyPart):
     def compute_along(self, module: nn.Module) -> None:
         """Take part in an evaluation step of other processes, without a batch."""
 
+    def follow(self, rank: int, group: Group) -> None:
+        """Have processes without a batch learn from ``rank``, in the next step, what it exchanges; all call it.
+
+        ``group`` has all processes, and its messages go from host to host.
+        """
+
     def reshard(self) -> None:
         """Free copies of the weights that forwards have left gathered; called when the weights have changed."""
 

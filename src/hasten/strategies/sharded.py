@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,12 +27,16 @@ from hasten.strategies.base import Sharding, StateIO, StepEngine, nothing
 
 if TYPE_CHECKING:
     from hasten.strategies.mesh.strategy import MeshStrategy
-    from hasten.types import MapLocation, PathLike
+    from hasten.types import Group, MapLocation, PathLike
 
 T = TypeVar("T")
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam")
+
+
+# In place of the number of a part: a step has no more parts.
+_STEP_ENDS = -1
 
 
 class DividedSharding(Sharding):
@@ -112,6 +117,8 @@ class DTensorSharding(DividedSharding):
     """Parameters are ``DTensor`` objects, of which each process has a part."""
 
     strategy: MeshStrategy
+    # Whom processes without a batch follow in the next step, and over which group.
+    lead: tuple[int, Group] | None = None
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
@@ -132,19 +139,42 @@ class DTensorSharding(DividedSharding):
 
     def compute_along(self, module: nn.Module) -> None:
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
-        parts, order, as_forward = sharded_parts(module), self.forward_order(module), self.strategy.engine.as_forward
+        parts, as_forward = sharded_parts(module), self.strategy.engine.as_forward
+        # A step is a forward of the whole module; where it calls the module too, torch frees the parameters.
+        root = ("",) if "" in parts else ()
+        order = iter(self.forward_order(module)[len(root) :]) if self.lead is None else self._told(list(parts), root)
 
-        def compute(names: tuple[str, ...]) -> None:
-            for name in names:
+        def compute() -> None:
+            for name in order:
                 # Experts take part in an exchange of tokens, too.
                 forward = getattr(vars(parts[name]).get("forward"), "without_tokens", nothing)
                 as_forward(forward, parts[name])()
 
-        if order[:1] == ("",):
-            # A step is a forward of the whole module; where it calls the module too, torch frees the parameters.
-            as_forward(lambda: compute(order[1:]), parts[""])()
+        if root:
+            as_forward(compute, parts[""])()
         else:
-            compute(order)
+            compute()
+
+    def follow(self, rank: int, group: Group) -> None:
+        """Have the next step of ``rank`` tell the others the order of the parts; see ``Sharding.follow``."""
+        self.lead = rank, group
+
+    def tell(self, number: int) -> int:
+        """Return the number that the leading process calls this with."""
+        assert self.lead is not None
+        rank, group = self.lead
+        told = torch.tensor(number)
+        torch.distributed.broadcast(told, rank, group=group)
+        return int(told)
+
+    def _told(self, names: list[str], root: tuple[str, ...]) -> Iterator[str]:
+        """Yield the names of the parts that the leading process computes after the root, and record them."""
+        order = [*root]
+        while (number := self.tell(_STEP_ENDS)) != _STEP_ENDS:
+            order.append(names[number])
+            yield names[number]
+        self.order = tuple(order)
+        self.lead = None
 
     @property
     def shares_batches(self) -> bool:
@@ -170,6 +200,7 @@ class DTensorSharding(DividedSharding):
     def begin_epoch(self) -> None:
         """Give processes that share batches the same batches and dropout masks."""
         self.strategy.equal_generators()
+        self.lead = None
 
     def check_batch(self, batch: object) -> None:
         """Compare the first batch of a pass between processes that must read the same."""
@@ -332,13 +363,18 @@ class DTensorEngine(StepEngine):
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             nonlocal recorded
-            if recorded or not self.exchanges:
+            sharding = self.strategy.sharding
+            leads = sharding.lead is not None
+            if (recorded and not leads) or not self.exchanges:
                 return forward(*args, **kwargs)
             recorded = True
             begun: list[str] = []
-            with _begun(module, begun):
+            with _begun(module, begun, sharding.tell if leads else None):
                 output = forward(*args, **kwargs)
-            self.strategy.sharding.order = tuple(begun)
+            if leads:
+                sharding.tell(_STEP_ENDS)
+            sharding.order = tuple(begun)
+            sharding.lead = None
             return output
 
         return recording
@@ -580,15 +616,22 @@ def sharded_parts(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Append to ``names`` which parts begin a forward, in their order."""
+def _begun(module: nn.Module, names: list[str], tell: Callable[[int], int] | None) -> Iterator[None]:
+    """Append to ``names`` which parts begin a forward, in their order, and ``tell`` their numbers before they do."""
     parts = sharded_parts(module)
     if "" in parts:
         # A step is a forward of the whole module, but not a call of it.
         names.append("")
+
+    def begin(number: int, name: str, *_: object) -> None:
+        if tell is not None:
+            tell(number)
+        names.append(name)
+
     with ExitStack() as hooks:
-        for name, part in parts.items():
-            hooks.enter_context(part.register_forward_pre_hook(lambda *_, name=name: names.append(name)))
+        for number, (name, part) in enumerate(parts.items()):
+            # Before the hook of torch, which gathers the part.
+            hooks.enter_context(part.register_forward_pre_hook(partial(begin, number, name), prepend=True))
         yield
 
 

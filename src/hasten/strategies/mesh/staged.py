@@ -16,6 +16,7 @@ from hasten.strategies.sharded import DTensorEngine, DTensorSharding, DTensorSta
 
 if TYPE_CHECKING:
     from hasten.strategies.mesh.pipeline import Pipeline
+    from hasten.types import Group
 
 
 class StagedSharding(DTensorSharding):
@@ -33,6 +34,9 @@ class StagedSharding(DTensorSharding):
         pipeline = _pipeline(self)
         on_part = super().on_own_part(step, trains=trains, weighing=pipeline.weighing)
         return pipeline.step(on_part, trains=trains, weighing=weighing)
+
+    def follow(self, rank: int, group: Group) -> None:
+        """Do nothing: stages compute in the order of the schedule."""
 
 
 class StagedEngine(DTensorEngine):
