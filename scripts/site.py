@@ -66,6 +66,7 @@ BOOST = {
 KEYWORDS = {
     "cli.html": "config file yaml configuration arguments argparse hydra",
     "cookbook/data.html#a-datamodule-and-predictions-in-a-file": "predict write save predictions results",
+    "cookbook/models.html#export-a-trained-model": "deploy deployment serve torchscript onnx",
     "cookbook/models.html#train-the-head-first-then-everything": "freeze unfreeze layers backbone transfer finetuning",
     "cookbook/models.html#two-optimizers-a-gan": "manual optimization multiple several optimizers",
     "cookbook/training.html#a-large-batch-in-little-memory-with-clipped-gradients": (
@@ -78,10 +79,12 @@ KEYWORDS = {
     "cookbook/training.html#repeat-a-run-seeds": "seed_everything reproducibility reproducible deterministic random",
     "cookbook/training.html#see-where-the-time-goes": "profiler profiling profile slow bottleneck",
     "cookbook/training.html#stop-early-when-the-loss-no-longer-improves": "early stopping EarlyStopping patience",
+    "cookbook/training.html#try-several-learning-rates": "hyperparameter search tuning sweep grid optuna",
     "eject.html": "uninstall remove",
     "guides/callbacks.html#what-a-trainer-has-by-default": "disable progress bar model summary checkpoints",
     "guides/checkpoints.html": "save best model",
     "guides/checkpoints.html#load-a-model": "load_from_checkpoint weights pretrained hyperparameters",
+    "guides/checkpoints.html#resume-a-run": "ctrl c KeyboardInterrupt interrupt",
     "guides/data.html#several-training-loaders": "multiple dataloaders",
     "guides/learning_rates.html": "learning rate scheduler schedule warmup",
     "guides/learning_rates.html#two-groups-two-rates": "weight decay parameter groups",
@@ -96,6 +99,7 @@ KEYWORDS = {
     "processes.html#when-a-process-is-late-or-stuck": "hang hangs timeout deadlock",
     "progress.html": "progress bar tqdm",
     "speed/compile.html": "torch.compile inductor",
+    "speed/out_of_memory.html": "oom OutOfMemoryError",
 }
 # Where pages and parts of pages have moved: the address before, and that of today.
 MOVED = {

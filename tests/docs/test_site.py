@@ -109,6 +109,10 @@ QUESTIONS = {
     "manual optimization": ("cookbook/models",),
     "torch.compile": ("speed/compile",),
     "fast_dev_run": ("guides/validation",),
+    "oom": ("speed/out_of_memory",),
+    "ctrl-c": ("guides/checkpoints",),
+    "hyperparameter search": ("cookbook/training",),
+    "deploy": ("cookbook/models",),
 }
 
 
