@@ -45,6 +45,10 @@ REFUSED = {
         Case(fit="trainer.fit(Net(), loader(8, True), [loader(8, False), loader(8, False)])"),
         "there are several validation loaders",
     ),
+    "an export": (
+        Case(fit="model = Net()\n    trainer.fit(model, loader(26, True))\n    model.to_torchscript('model.pt')"),
+        "to_torchscript is hasten's. Use torch.export or torch.onnx",
+    ),
     "nothing to train": (Case(fit="print(trainer)"), "it does not call Trainer.fit"),
     "an epoch cut short": (
         Case(steps=STEPS + "\n    def on_train_batch_start(self, batch, batch_idx):\n        return -1\n"),

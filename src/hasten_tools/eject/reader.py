@@ -294,7 +294,7 @@ class UseReader:
             if "hparams_file" in call.named:
                 self.source.refuse(call.node, "load_from_checkpoint(hparams_file=...). Pass the arguments by name")
         elif function.attr in ("to_onnx", "to_torchscript"):
-            self.source.refuse(call.node, f"{function.attr} is hasten's. Use torch.onnx or torch.jit")
+            self.source.refuse(call.node, f"{function.attr} is hasten's. Use torch.export or torch.onnx")
 
     def _read_loggers(self) -> None:
         """Find out which loggers the program needs, beyond a line of each epoch in metrics.jsonl."""
