@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -600,3 +601,20 @@ def test_a_sparse_gradient_in_a_fused_step_is_answered_with_its_parameter() -> N
         quiet(max_epochs=1, fused_optimizer=True).fit(Looks(), loader())
     assert "The gradient of table is sparse" in "\n".join(told.value.__notes__)
     assert "Trainer(fused_optimizer=True)" in "\n".join(told.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_a_run_in_float64_resumes_with_the_float32_numbers_of_its_optimizer(kind: Any, tmp_path: Path) -> None:
+    def train(steps: int, ckpt_path: Path | None = None) -> tuple[Classifier, L.Trainer]:
+        L.seed_everything(0, verbose=False)
+        model, trainer = (
+            With(functools.partial(kind, lr=0.05)),
+            quiet(max_steps=steps, max_epochs=-1, precision="64-true"),
+        )
+        trainer.fit(model, loader(16), ckpt_path=ckpt_path)
+        return model, trainer
+
+    whole, _ = train(12)
+    train(4)[1].save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = train(12, tmp_path / "half.ckpt")
+    assert same_weights(whole, resumed)

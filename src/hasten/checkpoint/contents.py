@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -454,6 +454,26 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     missing = [key for group in optimizer.param_groups for key in defaults if key not in group]
     if missing:
         raise _other_kind(optimizer, missing[0])
+    _restore_scalar_types(optimizer, state)
+
+
+def _restore_scalar_types(optimizer: object, state: Mapping[str, Any]) -> None:
+    """Give the state's scalars the types they were saved with: torch converts them to those of the parameters."""
+    if not isinstance(optimizer, Optimizer):
+        return
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
+        saved, loaded = state["state"].get(number), optimizer.state.get(parameter)
+        if not isinstance(saved, Mapping) or not isinstance(loaded, dict) or not parameter.ndim:
+            continue
+        for name, value in saved.items():
+            present = loaded.get(name)
+            if _is_scalar(value) and _is_scalar(present) and present.dtype != value.dtype:
+                loaded[name] = value.to(present.device, copy=True)
+
+
+def _is_scalar(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _other_kind(optimizer: Any, key: str) -> ValueError:
