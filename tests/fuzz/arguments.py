@@ -15,6 +15,7 @@ import traceback
 import types
 import typing
 from collections.abc import Mapping
+from datetime import timedelta
 from enum import Enum
 from numbers import Real
 from pathlib import Path
@@ -98,11 +99,14 @@ def calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 # What is taken beside the annotations, because Lightning's classes take it.
 _NONE_IS_DEFAULT = frozenset({"accelerator", "fast_dev_run", "max_steps", "strategy"})
 _INF_IS_NO_LIMIT = frozenset({"max_epochs", "max_steps", "num_sanity_val_steps"})
+_TYPES = {"num_nodes": str, "profiler": bool, "max_epochs": timedelta, "max_steps": timedelta}
 
 
 def is_taken_as_by_lightning(name: str, argument: str, value: Any) -> bool:
     """Return whether a class takes a value that its annotation does not name."""
     if name in ("Trainer", "Fabric"):
+        if isinstance(value, _TYPES.get(argument, ())):
+            return True
         return argument in (_NONE_IS_DEFAULT if value is None else _INF_IS_NO_LIMIT if _equal(value, math.inf) else ())
     # A threshold may be a metric.
     return name == "EarlyStopping" and argument.endswith("_threshold") and getattr(value, "ndim", None) is not None

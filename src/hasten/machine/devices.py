@@ -160,7 +160,7 @@ class CPUAccelerator(Accelerator):
                 f"devices={shown(devices)}, accelerator='cpu':",
                 fix=(
                     "write accelerator='cpu', and leave devices out."
-                    if devices == "cpu"
+                    if isinstance(devices, str) and devices == "cpu"
                     else f"use the number of processes, from 1 to {_MOST_PROCESSES}, or devices='auto' for one. The "
                     "CPU has no indices."
                 ),

@@ -246,7 +246,11 @@ class DatasetReader:
         watch, sizes = _RandomWatch(dataset), []
         for index in sorted({0, count // 3, count // 2, count - 1} if count else ()):
             sample = dataset[index]
-            kept = copy.deepcopy(sample)
+            try:
+                kept = copy.deepcopy(sample)
+            except TypeError as error:
+                what = f"{self.argument}: {self.name} reads {self.kind}, and sample {index} cannot be copied: {error}."
+                raise make_error(TypeError, what, fix="Leave it out.", argument=self._named) from error
             again = dataset[index]
             if watch.drawn() or not same(kept, again):
                 raise self._random_samples(f"sample {index}")

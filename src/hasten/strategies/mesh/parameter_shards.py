@@ -67,8 +67,8 @@ class ParameterShards:
             "auto_wrap_policy": auto_wrap_policy,
             "reshard_after_forward": not reshard_after_forward,
             "forward_prefetch": forward_prefetch,
-            "ignored_modules": ignored_modules,
-            "ignored_parameters": ignored_parameters,
+            "ignored_modules": self._ignored[0],
+            "ignored_parameters": self._ignored[1],
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
         }
