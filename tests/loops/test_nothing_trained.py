@@ -432,6 +432,17 @@ class Clips(Classifier):
         return self.loss(batch)
 
 
+class ClipsByHandOrNot(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 1.0)
+            optimizer.step()
+        return loss
+
+
 class Scales(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +473,7 @@ def test_work_of_the_trainer_that_a_step_does_as_well_is_said(kind: Any, argumen
         quiet(**arguments).fit(kind(), loader())
 
 
-@pytest.mark.parametrize("kind", [StepsInItsHook, Backward, ScalesAndUnscales])
+@pytest.mark.parametrize("kind", [StepsInItsHook, Backward, ClipsByHandOrNot, ScalesAndUnscales])
 def test_such_work_that_changes_no_result_is_left_alone(kind: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -220,8 +220,8 @@ _OF_TRAINER = _CLIPPING | {"backward", "zero_grad", "scale"}
 def _warn_of_work_done_twice(run: Run, names: frozenset[str]) -> None:
     """Warn of a training_step whose code uses these names for work that is the Trainer's, and changes its result."""
     batches, micro_batch = run.window.accumulate_grad_batches, run.arguments.speed.micro_batch
-    if not run.module.automatic_optimization:
-        return
+    if not run.module.automatic_optimization or "manual_backward" in names:
+        return  # A step for both kinds of optimization asks which one it is.
     sums = f"accumulate_grad_batches={batches}" if batches > 1 else f"micro_batch={micro_batch}"
     scalers = [name for name, value in vars(run.module).items() if isinstance(value, torch.amp.GradScaler)]
     found = (
