@@ -165,7 +165,7 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[i
     "four of a shape": (linear, channels_from_shape, pair, ValueError, ["does not have 4 dimensions"]),
     "backward twice": (linear, backward_twice, pair, RuntimeError, ["Detach what you carry over"]),
     "no gradient": (linear, lambda self, batch: through(self, batch).detach(), pair, RuntimeError, [".detach()"]),
-    "several losses": (linear, lambda self, batch: self.net(batch[0]), pair, RuntimeError, ["Take its mean: loss.mean()"]),
+    "several losses": (linear, lambda self, batch: self.net(batch[0]), pair, RuntimeError, ["loss.mean()"]),
     "shape of the target": (lambda: nn.Linear(4, 1),
         lambda self, batch: F.binary_cross_entropy_with_logits(self.net(batch[0]), batch[1].float()), pair, ValueError,
         ["by .squeeze(1) or .unsqueeze(1): [2, 1] and [2]."]),

@@ -1,4 +1,4 @@
-"""A call of a Trainer in a hook of another call, which goes on afterwards as if there had been none."""
+"""A call of a Trainer in a hook of another call: ``trainer.validate`` in a hook of a fit, for instance."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def outer_call(trainer: Trainer, running: Trainer, fn: TrainerFn) -> OuterCall |
 
 
 class OuterCall:
-    """The call of a Trainer in one of whose hooks another call is made, by the same Trainer or one with its module.
+    """A call of a Trainer that is interrupted by another call in a hook: of the same Trainer, or one with its module.
 
-    Without it callbacks would save and stop no more in the rest of a fit, because the Trainer's state would be that of
-    a validation that has ended; and the module would log into the values of the other Trainer.
+    It keeps what the inner call replaces, and restores it. Otherwise the Trainer's state would be that of a finished
+    validation for the rest of a fit, in which callbacks save no checkpoints. The module would log into the values of
+    the other Trainer.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -69,8 +70,8 @@ class OuterCall:
             let_log(trainer.callbacks, None)
         return unwritten
 
-    def go_on(self) -> None:
-        """Give the Trainer back what it had; the values of both calls stay visible, of one name the latest."""
+    def restore(self) -> None:
+        """Give the Trainer back what it had. Logged values of both calls stay visible; of one name, the later value."""
         trainer, logged = self.trainer, self.trainer._logged
         vars(trainer).update(self._of_trainer)
         vars(logged).update(self._of_logging)
@@ -84,9 +85,18 @@ class OuterCall:
 
 # Attributes of a Trainer that each call sets.
 _OF_A_CALL = (
-    "state", "_run", "_hooks", "_module", "_datamodule", "_reads_datamodule", "_ckpt_path", "_between_batches",
-    "_released", "_inside", "_outer",
-)  # fmt: skip
+    "state",
+    "_run",
+    "_hooks",
+    "_module",
+    "_datamodule",
+    "_reads_datamodule",
+    "_ckpt_path",
+    "_between_batches",
+    "_released",
+    "_inside",
+    "_outer",
+)
 # Of its logged values: where they are logged, and what is logged there.
 _LOGGED_WITH = ("context", "batch", "batch_size", "loggers", "loss_report", "module", "loss_value")
 _SHOWN = ("callback_values", "logger_values", "bar_values")

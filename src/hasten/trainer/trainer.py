@@ -608,7 +608,7 @@ class Trainer(TrainerView):
         finally:
             self._inside = self._outer = None
             if outer is not None:
-                outer.go_on()
+                outer.restore()
 
     def _in_process(
         self,
