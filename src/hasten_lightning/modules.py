@@ -38,8 +38,8 @@ def relative(name: str) -> str | None:
     return None if start is None else ".".join(filter(None, (start, rest)))
 
 
-# What a program has replaced: (module of Lightning, name) -> the object of hasten.
-_REPLACED: dict[tuple[str, str], Any] = {}
+# What a program has replaced: (module of Lightning, name) -> modules of hasten, the names there, and what they were.
+_REPLACED: dict[tuple[str, str], list[tuple[ModuleType, str, Any]]] = {}
 
 
 def with_types(value: object) -> object:
@@ -101,17 +101,18 @@ class AliasModule(ModuleType):
         super().__setattr__(name, value)
         if (module := _module_of_flag(name)) is not None:
             (hidden.discard if value else hidden.add)(module)
-        for home, there in () if isinstance(value, AliasModule) else _places(self.__name__, name):
-            _REPLACED.setdefault((self.__name__, name), getattr(home, there))
+        places = [] if isinstance(value, AliasModule) else _places(self.__name__, name)
+        if places:
+            originals = [(home, there, getattr(home, there)) for home, there in places]
+            _REPLACED.setdefault((self.__name__, name), originals)
+        for home, there in places:
             setattr(home, there, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         hidden.discard(_module_of_flag(name) or "")
-        if (self.__name__, name) in _REPLACED:
-            before = _REPLACED.pop((self.__name__, name))
-            for home, there in _places(self.__name__, name):
-                setattr(home, there, before)
+        for home, there, before in _REPLACED.pop((self.__name__, name), ()):
+            setattr(home, there, before)
 
     def __dir__(self) -> list[str]:
         place = relative(self.__name__) or ""
@@ -120,9 +121,9 @@ class AliasModule(ModuleType):
 
 def restore() -> None:
     """Undo what programs have replaced in modules of Lightning."""
-    for (module, name), value in _REPLACED.items():
-        for home, there in _places(module, name):
-            setattr(home, there, value)
+    for places in _REPLACED.values():
+        for home, there, before in places:
+            setattr(home, there, before)
     _REPLACED.clear()
     hidden.clear()
 

@@ -757,6 +757,13 @@ def test_functions_of_modules_that_lightning_imports_can_be_replaced_through_it(
         assert shutil.which("nothing") == "/bin/srun"
     with pytest.raises(AttributeError):
         importlib.import_module("lightning.fabric.utilities.seed").numpy
+    # Several modules of hasten have what Lightning has in this one: each gets back its own.
+    names = ("loggers.mlflow", "callbacks.checkpoint")
+    users: list[Any] = [importlib.import_module(f"hasten.{name}") for name in names]
+    before = [module.time for module in users]
+    with mock.patch("lightning.pytorch.loggers.mlflow.time", return_value=1.5) as replaced:
+        assert users[0].time is replaced
+    assert [module.time for module in users] == before
 
 
 def test_a_checkpoint_io_may_be_a_mock(tmp_path: Path) -> None:

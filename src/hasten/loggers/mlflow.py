@@ -6,12 +6,12 @@ import importlib
 import os
 import re
 import tempfile
-import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import time
 from typing import Any, Literal
 
 from torch import Tensor
@@ -202,7 +202,7 @@ class MLFlowLogger(UploadingLogger):
 
         """
         metric = need("mlflow.entities", purpose="MLFlowLogger").Metric
-        now_ms, row = int(time.time() * 1000), []
+        now_ms, row = int(time() * 1000), []
         for name, value in with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, str):
                 what = f"MLFlowLogger: {name}={value!r} is text, which MLflow does not take as a value; it is left out."
