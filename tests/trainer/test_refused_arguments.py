@@ -147,7 +147,7 @@ def test_loading_on_an_instance_and_bare_weights_are_refused(tmp_path: Any) -> N
     torch.save(model.state_dict(), tmp_path / "bare.pt")
     with refused(ValueError, says="'state_dict'"):
         Classifier.load_from_checkpoint(tmp_path / "bare.pt")
-    with refused(TypeError, says="Classifier.load_from_checkpoint()"):
+    with refused(TypeError, says="`Classifier.load_from_checkpoint`"):
         model.load_from_checkpoint(tmp_path / "bare.pt")
 
 

@@ -261,7 +261,7 @@ class FirstEpoch:
 
 
 def _warn_of_long_intervals(values: list[LoggedValue], every: int, steps: int) -> None:
-    names = ", ".join(value.base_name for value in values[:_NAMED])
+    names = ", ".join([value.base_name for value in values[:_NAMED]])
     mean = "" if all(value.on_epoch for value in values) else ", or self.log(..., on_epoch=True) for the mean"
     rank_zero_warn(
         f"Values logged on steps ({names}) go to the loggers every {every} steps, and the first epoch had {steps}: "
