@@ -104,7 +104,7 @@ def did_you_mean_file(name: str, files: Iterable[str]) -> str:
     stem, extension = os.path.splitext(os.path.basename(name))
     for file in files:
         other, kind = os.path.splitext(os.path.basename(file))
-        # What follows the last dot of a number is no kind of file.
+        # In a name such as "epoch=1.25", the part after the dot is not an extension.
         if other.lower() == stem.lower() or kind == extension or not extension[1:].isalpha():
             by_stem.setdefault(other, []).append(file)
     near = nearest(stem, by_stem)

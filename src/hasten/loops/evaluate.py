@@ -335,7 +335,7 @@ def validate_if_due(run: Run) -> None:
         or overrides(run.module, LightningModule, "on_validation_model_zero_grad")
     )
     if run.observers.first_epoch.compares_parts:
-        # Their gradients go now.
+        # It reads gradients, which are cleared below.
         run.observers.first_epoch.find_added(run)
     if progress.accumulation_index == 0 and may_release:
         run.logged.leave()  # No value belongs to this hook.

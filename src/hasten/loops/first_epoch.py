@@ -61,7 +61,7 @@ def _warn_of_added_parameters(run: Run, known: set[int]) -> None:
     """Warn of layers that the first epoch has made, and that got gradients which no optimizer uses."""
     parameters = parameters_of(*run.optimizers)
     if any(map(is_sharded, parameters)) or not run.module.automatic_optimization:
-        return  # In manual optimization the program may have an optimizer of its own for them.
+        return  # In manual optimization, the program may train them with its own optimizer.
     known = known | set(map(id, parameters))
     new = [name for name, each in run.module.named_parameters() if each.grad is not None and id(each) not in known]
     if new:

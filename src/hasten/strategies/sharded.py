@@ -117,7 +117,7 @@ class DTensorSharding(DividedSharding):
     """Parameters are ``DTensor`` objects, of which each process has a part."""
 
     strategy: MeshStrategy
-    # Whom processes without a batch follow in the next step, and over which group.
+    # (rank, group): in the next step, this rank tells processes without a batch which parts it computes.
     lead: tuple[int, Group] | None = None
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:

@@ -52,7 +52,7 @@ class OuterCall:
         self._model = trainer.strategy.model
 
     def release_inner(self, trainer: Trainer, run: Run, status: str) -> Exception | None:
-        """Release what the inner call of ``trainer`` had for itself; return the first error of its loggers.
+        """Release what only the inner call of ``trainer`` used; return the first error of its loggers.
 
         Data, loggers and the module of the outer call stay as they are.
         """
